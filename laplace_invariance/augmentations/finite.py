@@ -1,0 +1,92 @@
+"""Finite groups: every element is applied, and their weights are learnt instead of sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from laplace_invariance.augmentations.base import Augmentation, check_draws
+
+__all__ = ["FiniteGroup"]
+
+ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "horizontal_flip": lambda x: x.flip(-1),
+    "vertical_flip": lambda x: x.flip(-2),
+    "quarter_turn": lambda x: x.rot90(1, (-2, -1)),
+    "half_turn": lambda x: x.rot90(2, (-2, -1)),
+    "three_quarter_turn": lambda x: x.rot90(3, (-2, -1)),
+}
+QUARTER_TURNS = ("quarter_turn", "three_quarter_turn")
+GROUPS = {
+    "flips": ("horizontal_flip", "vertical_flip", "half_turn"),
+    "quarter_turns": ("quarter_turn", "half_turn", "three_quarter_turn"),
+    "all": tuple(name for name in ELEMENTS if name != "identity"),
+}
+
+
+class FiniteGroup(Augmentation):
+    """Flips and quarter turns of images ``[n, channels, height, width]``, with learnt weights, no sampling.
+
+    The network is averaged over the identity and the given elements with weights ``1 / z`` and ``eta_i / z``,
+    ``z = 1 + sum_i eta_i``, ``eta_i >= 0``: ``eta = 0`` is the identity alone and ``eta = 1`` full invariance. All elements
+    are always applied, so ``n_samples`` of the model is ignored.
+
+    Args:
+        elements: ``"flips"``, ``"quarter_turns"``, ``"all"``, or names: horizontal_flip, vertical_flip, quarter_turn,
+            half_turn, three_quarter_turn (counter-clockwise).
+        init: initial ``eta``, one number.
+    """
+
+    def __init__(self, elements: str | Sequence[str] = "all", init: float = 0.0) -> None:
+        super().__init__()
+        names = GROUPS.get(elements, (elements,)) if isinstance(elements, str) else tuple(elements)
+        for name in names:
+            if name not in ELEMENTS or name == "identity":
+                known = ", ".join([*GROUPS, *GROUPS["all"]])
+                raise ValueError(f"FiniteGroup has no element {name!r}; choose from {known} (the identity is always there)")
+        if init < 0:
+            raise ValueError(f"init must not be negative, got {init}")
+        self.names = ("identity", *dict.fromkeys(names))
+        self.register_hyperparameter("eta", torch.full((len(self.names) - 1,), float(init)))
+
+    def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.fixed(n_samples)
+
+    def fixed(self, n_samples: int) -> Tensor:
+        return torch.arange(len(self.names), device=self.eta.device).unsqueeze(0)
+
+    def weights(self, n_samples: int) -> Tensor:
+        if n_samples != len(self.names):
+            raise ValueError(f"FiniteGroup has {len(self.names)} elements, so as many samples, got {n_samples}")
+        eta = self.hyperparameter("eta")
+        weights = torch.cat([torch.ones_like(eta[:1]), eta])
+        return weights / weights.sum()
+
+    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+        check_draws(draws, len(x), (), self)
+        if x.ndim != 4:
+            raise ValueError(f"FiniteGroup transforms images [n, channels, height, width], got shape {list(x.shape)}")
+        if x.shape[-1] != x.shape[-2] and any(name in QUARTER_TURNS for name in self.names):
+            raise ValueError(f"quarter turns need square images, got {list(x.shape)}; choose elements='flips'")
+        if len(draws) == 1:  # the same elements for all images
+            return torch.stack([ELEMENTS[self.names[i]](x) for i in draws[0].tolist()], dim=1)
+        elements = torch.stack([ELEMENTS[name](x) for name in self.names], dim=1)
+        return elements[torch.arange(len(x), device=x.device).unsqueeze(1), draws]
+
+    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Transform each image by one element, drawn by weight."""
+        weights = self.weights(len(self.names)).detach()
+        device = generator.device if generator is not None else weights.device
+        draws = torch.multinomial(weights.to(device), len(x), replacement=True, generator=generator)
+        return self.apply(x, draws.to(weights.device).unsqueeze(1)).squeeze(1)
+
+    @torch.no_grad()
+    def ranges(self) -> dict[str, str]:
+        weights = self.weights(len(self.names)).tolist()
+        return {name: f"weight {weight:.3f}" for name, weight in zip(self.names, weights, strict=True)}
+
+    def project_(self) -> None:
+        self.eta.data.clamp_(min=0)

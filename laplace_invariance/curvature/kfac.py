@@ -1,0 +1,190 @@
+"""The mathematics of augmented KFAC, as pure functions.
+
+Axis names, used everywhere: ``batch`` B, ``sample`` S, ``rows`` = B * S, ``shared`` R positions at which one weight matrix
+is applied, ``column`` K directions of the loss Hessian. ``N`` is the size of the data set and nothing else.
+
+**Samples.** The network is ``f = sum_s w_s f_s``. Per layer and input, its Jacobian is ``sum_s w_s g_s (x) a_s``, which KFAC
+replaces by ``g_bar (x) a_bar``, ``a_bar = sum_s w_s a_s``, ``g_bar = sum_s w_s g_s``. Gradients of ``f`` itself arrive as
+``w_s g_s``, so ``g_bar`` is their plain sum. Exact if all ``a_s`` or all ``g_s`` agree, and for a linear model.
+
+**Shared positions.** Two ways to approximate ``sum_r g_r (x) a_r``:
+
+    expand:  A = sum_n sum_r a a^T,      G = (1 / R) sum_n sum_r g Lambda g^T
+    reduce:  a <- mean_r a,  g <- sum_r g,  then as with one position
+
+and ``H ~ (1 / N) G (x) A``, kept as ``[G, A / N]`` so that factors add up over batches. Expand is exact if positions do not
+interact, reduce if all ``a_r`` (or all ``g_r``) agree.
+
+**The loss Hessian.** ``Lambda(f)`` is never decomposed by a differentiable root. K fixed directions ``U`` are backpropagated
+and weighted by ``M = U^T Lambda U``, which alone carries the gradient in ``f``: ``G = sum_n sum_kl M_kl g_k g_l^T``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = [
+    "complement_basis",
+    "factors",
+    "fold_gradients",
+    "fold_inputs",
+    "gram",
+    "jacobian",
+    "leading_directions",
+    "sampled_directions",
+    "softmax_hessian",
+    "weighted_diagonal",
+]
+
+
+def fold_inputs(x: Tensor, batch: int, weights: Tensor | None) -> Tensor:
+    """Average over samples: ``[batch * sample * inner, ...] -> [batch * inner, ...]`` with ``weights`` ``[sample]``.
+
+    ``inner`` is more than one where a model moves positions into the batch axis before it calls a layer.
+    """
+    if weights is None:
+        return x
+    weights = weights.to(x.dtype)
+    if len(weights) == 1:
+        return x * weights
+    return torch.einsum("s,bst...->bt...", weights, x.unflatten(0, (batch, len(weights), -1))).flatten(0, 1)
+
+
+def fold_gradients(g: Tensor, batch: int, weights: Tensor | None) -> Tensor:
+    """Sum over samples, ``[batch * sample * inner, ...] -> [batch * inner, ...]``: the weights are in the gradients."""
+    if weights is None or len(weights) == 1:
+        return g
+    return g.unflatten(0, (batch, len(weights), -1)).sum(1).flatten(0, 1)
+
+
+def symmetric_product(x: Tensor, y: Tensor, block: int = 256) -> Tensor:
+    """Return ``x^T y`` of ``[n, d]`` matrices whose product is known to be symmetric, for little over half the work."""
+    d = x.shape[1]
+    if d < 2 * block:
+        return x.mT @ y
+    product = x.new_empty(d, d)
+    for start in range(0, d, block):
+        stop = min(start + block, d)
+        torch.mm(x[:, start:stop].mT, y[:, :stop], out=product[start:stop, :stop])
+        product[:start, start:stop] = product[start:stop, :start].mT
+    return product
+
+
+class _Gram(torch.autograd.Function):
+    """``sum_b sum_kl M_kl x_k^T x_l`` with a gradient that costs one matrix product instead of two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        return symmetric_product(x.flatten(0, -2), _weigh(x, weights).flatten(0, -2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weights = ctx.saved_tensors
+        product = x @ (cotangent + cotangent.mT)
+        if weights is None or not ctx.needs_input_grad[1]:
+            return _weigh(product, weights), None
+        return _weigh(product, weights), x.flatten(2) @ product.flatten(2).mT / 2
+
+
+def _weigh(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Return ``sum_l M_kl x_l`` for ``x`` ``[batch, column, ...]`` and symmetric ``M`` ``[batch, column, column]``."""
+    return x if weights is None else (weights @ x.flatten(2)).view_as(x)
+
+
+def gram(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the ``[d, d]`` sum of outer products of ``x`` ``[batch, column, ..., d]``, columns weighted by ``M``.
+
+    Args:
+        x: vectors, with any number of axes between columns and features, all summed over.
+        weights: symmetric ``M`` ``[batch, column, column]``; None is the identity.
+    """
+    return _Gram.apply(x, weights)
+
+
+def factors(a: Tensor, g: Tensor, weights: Tensor | None, approx: str) -> tuple[Tensor, Tensor]:
+    """Return the Kronecker factors ``G`` ``[d_out, d_out]`` and ``A`` ``[d_in, d_in]``, ``N H ~ G (x) A``.
+
+    With slots (groups of a convolution), each slot is a further position, at which only its own part of ``g`` is not zero:
+    ``G`` is block-diagonal.
+
+    Args:
+        a: ``[batch, shared, (slots,) d_in]``.
+        g: ``[batch, column, shared, (slots,) d_out]``.
+        weights: ``M`` ``[batch, column, column]`` or None.
+        approx: ``"expand"`` or ``"reduce"``.
+    """
+    if approx == "reduce":
+        a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
+    positions = g.shape[2:-1].numel()
+    if a.ndim == 3:
+        return gram(g, weights) / positions, gram(a)
+    return torch.block_diag(*(gram(part, weights) for part in g.unbind(-2))) / positions, gram(a)
+
+
+def weighted_diagonal(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the diagonal of :func:`gram` of ``x`` ``[batch, column, d]``."""
+    return (x * _weigh(x, weights)).sum((0, 1))
+
+
+def jacobian(a: Tensor | None, g: Tensor, batch: int, *, elementwise: bool, transposed: bool = False) -> Tensor:
+    """Return the exact gradient of each input's output with respect to a parameter, ``[batch, numel]``.
+
+    Args:
+        a: ``[rows, shared, (slots,) d_in]``, or None for ones.
+        g: ``[rows, shared, (slots,) d_out]``, weights of the samples included.
+        batch: number of inputs; samples and positions are summed over.
+        elementwise: ``sum g * a`` instead of ``sum g (x) a``.
+        transposed: the parameter is stored as ``[d_in, d_out]``.
+    """
+    g = g.reshape(batch, -1, *g.shape[2:])
+    if elementwise:
+        return (g if a is None else g * a.reshape(g.shape)).sum(1)
+    a = a.reshape(batch, -1, *a.shape[2:])
+    if a.ndim == 4:  # slot q of the positions meets part q of the parameter's rows
+        return torch.einsum("bnqo,bnqi->bqoi", g, a).flatten(1)
+    product = a.mT @ g if transposed else g.mT @ a
+    return product.flatten(1)
+
+
+def complement_basis(n: int, like: Tensor) -> Tensor:
+    """Return an orthonormal basis ``[n, n - 1]`` of the vectors that sum to zero.
+
+    The softmax Hessian annihilates the constant vector, so these directions suffice for it.
+    """
+    k = torch.arange(1, n, dtype=like.dtype, device=like.device)
+    basis = torch.triu(torch.ones(n, n - 1, dtype=like.dtype, device=like.device))
+    basis[torch.arange(1, n), torch.arange(n - 1)] = -k
+    return basis / (k * (k + 1)).sqrt()
+
+
+def softmax_hessian(logits: Tensor) -> Tensor:
+    """Return ``Lambda = diag(p) - p p^T``, ``[batch, C, C]``."""
+    p = logits.softmax(-1)
+    return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+
+
+@torch.no_grad()
+def leading_directions(hessian: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the leading eigenvectors ``[batch, C, rank]`` of each Hessian, and the traces kept and total, summed."""
+    values, vectors = torch.linalg.eigh(hessian)
+    return vectors[..., -rank:], values[..., -rank:].sum(), values.sum()
+
+
+def sampled_directions(logits: Tensor, signs: Tensor) -> Tensor:
+    """Return ``v = L z``, ``L = diag(q) - p q^T``, for random signs ``z``, with ``E[v v^T] = Lambda``; pathwise in logits.
+
+    ``q = sqrt(p)`` is formed as ``exp(log_softmax / 2)``, whose derivative is finite for saturated logits.
+
+    Args:
+        logits: ``[batch, C]``.
+        signs: ``[column, batch, C]``.
+    """
+    log_p = logits.log_softmax(-1)
+    p, q = log_p.exp(), (log_p / 2).exp()
+    return q * signs - p * (q * signs).sum(-1, keepdim=True)

@@ -1,0 +1,359 @@
+"""Backends for laplace-torch whose curvature knows about samples, and differentiates in hyperparameters.
+
+``laplace.Laplace(model, ..., backend=AugmentedGGN)``. Works on any model; on one without an ``InvariantModel`` inside it is
+an ordinary backend that also covers normalisation layers, grouped convolutions and embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from laplace.curvature.curvature import CurvatureInterface, EFInterface, GGNInterface
+from laplace.utils import Likelihood
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature.capture import Trace
+from laplace_invariance.curvature.checkpoint import checkpointed
+from laplace_invariance.curvature.chunked import ChunkedTrace
+from laplace_invariance.curvature.kron import DifferentiableKron
+from laplace_invariance.curvature.matching import Match, match
+from laplace_invariance.curvature.rules import Block
+from laplace_invariance.hyper import differentiable, hyperparameters
+from laplace_invariance.invariant import InvariantModel, fixed_draws, recording, replaying, taped
+
+__all__ = ["AugmentedEF", "AugmentedGGN"]
+
+# Rows (inputs times samples) propagated at once by default: enough to keep matrix products efficient, few enough for the
+# graphs of all columns to fit into memory (benchmarks.md has measurements).
+DEFAULT_CHUNK_SIZE = 1024
+# Elements of an explicit Jacobian that diag, full and jacobians hold at once.
+JACOBIAN_ELEMENTS = 2**25
+
+AnyTrace = Trace | ChunkedTrace
+Curvature = Callable[[AnyTrace, Tensor], list[Tensor]]
+
+
+class _AugmentedCurvature(CurvatureInterface):
+    """What AugmentedGGN and AugmentedEF have in common: everything but the directions that are backpropagated."""
+
+    def _configure(self, kfac_approx: str, chunk_size: int | None, on_unsupported: str) -> None:
+        if kfac_approx not in ("expand", "reduce"):
+            raise ValueError(f"kfac_approx must be 'expand' or 'reduce', got {kfac_approx!r}")
+        if on_unsupported not in ("error", "diag"):
+            raise ValueError(f"on_unsupported must be 'error' or 'diag', got {on_unsupported!r}")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be a positive number of rows, or None; got {chunk_size}")
+        self.kfac_approx = kfac_approx
+        self.chunk_size = chunk_size
+        self.on_unsupported = on_unsupported
+        self._match: Match | None = None
+
+    def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Return the directions to backpropagate, each ``[batch, C]``, and their weights ``M``, None for the identity."""
+        raise NotImplementedError
+
+    # The interface of laplace.
+
+    def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
+        """Return loss and Kronecker factors of a batch, ``[G, A / N]`` per matrix, differentiable in hyperparameters."""
+        if kwargs:
+            raise TypeError(f"unknown arguments {sorted(kwargs)}; options of the backend go into backend_kwargs")
+        matched = self._matched(x)
+        if matched.unsupported and self.on_unsupported == "error":
+            raise NotImplementedError(matched.complaint())
+        lengths: list[int] = []
+
+        def factors(trace: AnyTrace, y: Tensor) -> list[Tensor]:
+            columns, weights = self._columns(trace.outputs, y)
+            inputs, gradients = trace.factors_columns(columns)
+            blocks = [self._factors(index, inputs.get(index), gradients.get(index), weights, N) for index in self._indices]
+            lengths[:] = [len(block) for block in blocks]
+            return [factor for block in blocks for factor in block]
+
+        loss, *flat = self._differentiable(factors, x, y)
+        rest = iter(flat)
+        return loss, DifferentiableKron([[next(rest) for _ in range(length)] for length in lengths])
+
+    def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return loss and exact diagonal ``[P]`` of a batch, differentiable in hyperparameters."""
+
+        def diagonal(trace: AnyTrace, y: Tensor) -> list[Tensor]:
+            columns, weights = self._columns(trace.outputs, y)
+            return [kfac.weighted_diagonal(self._jacobian(trace, columns), weights)]
+
+        return self._differentiable(diagonal, x, y, explicit=True)
+
+    def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return loss and exact curvature ``[P, P]`` of a batch, differentiable in hyperparameters."""
+
+        def dense(trace: AnyTrace, y: Tensor) -> list[Tensor]:
+            columns, weights = self._columns(trace.outputs, y)
+            return [kfac.gram(self._jacobian(trace, columns), weights)]
+
+        return self._differentiable(dense, x, y, explicit=True)
+
+    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Return Jacobians ``[batch, C, P]`` and outputs ``[batch, C]``, with the fixed draws of predictions."""
+        self._matched(x)
+        jacobians, outputs = [], []
+        with torch.enable_grad(), fixed_draws():
+            for chunk in self._chunks(x, explicit=True):
+                trace = self._trace(chunk, create_graph=enable_backprop)
+                units = torch.eye(trace.outputs.shape[-1]).to(trace.outputs)
+                jacobians.append(self._jacobian(trace, [unit.expand_as(trace.outputs) for unit in units]))
+                outputs.append(trace.outputs)
+                if not enable_backprop:
+                    jacobians[-1], outputs[-1] = jacobians[-1].detach(), outputs[-1].detach()
+        return torch.cat(jacobians), torch.cat(outputs)
+
+    def last_layer_jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Return Jacobians of the last layer and outputs; features alone would not do, there are several per input."""
+        return self.jacobians(x, enable_backprop)
+
+    def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of each input's loss, ``[batch, P]``, and the summed loss, with fresh draws."""
+        self._matched(x)
+        chunks = self._chunks(x, explicit=True)
+        gradients, loss = [], torch.zeros(())
+        with torch.enable_grad():
+            for chunk, targets in zip(chunks, self._split(y, chunks), strict=True):
+                trace = self._trace(chunk)
+                column = self._loss_gradient(trace.outputs, targets).detach()
+                gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
+                loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
+        return torch.cat(gradients), loss
+
+    # Curvature of one chunk.
+
+    def _factors(
+        self, index: int, inputs: Tensor | None, gradients: Tensor | None, weights: Tensor | None, N: int
+    ) -> list[Tensor]:
+        parameter, block = self.params[index], self._match.blocks.get(index)
+        if gradients is None:  # its layer was not called
+            matrix = block is not None and not block.elementwise
+            sizes = (len(parameter), parameter[0].numel()) if matrix else (parameter.numel(),)
+            return [parameter.new_zeros(size, size) for size in sizes]
+        if block is None:
+            return [kfac.weighted_diagonal(gradients, weights)]
+        if block.elementwise:
+            return [kfac.gram(gradients, weights)]
+        outer, inner = kfac.factors(inputs, gradients, weights, self.kfac_approx)
+        return [inner / N, outer] if block.transposed else [outer, inner / N]
+
+    def _jacobian(self, trace: AnyTrace, columns: Sequence[Tensor]) -> Tensor:
+        """Return the derivatives ``[batch, column, P]`` in all parameters, in their order."""
+        exact = trace.jacobian_columns(columns)
+        shape = (trace.batch, len(columns))
+        zeros = {i: self.params[i].new_zeros(*shape, self.params[i].numel()) for i in self._indices if i not in exact}
+        jacobian = torch.cat([exact[i] if i in exact else zeros[i] for i in self._indices], dim=-1)
+        return jacobian if self.subnetwork_indices is None else jacobian[..., self.subnetwork_indices]
+
+    def _loss_gradient(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the derivative of the summed loss in the outputs, differentiable in these."""
+        if self.likelihood == Likelihood.REGRESSION:
+            return 2 * (outputs - y)
+        return outputs.softmax(-1) - nn.functional.one_hot(y, outputs.shape[-1])
+
+    # From chunks to a batch, and into the graph.
+
+    def _differentiable(self, curvature: Curvature, x: Any, y: Tensor, explicit: bool = False) -> tuple[Tensor, ...]:
+        """Sum loss and curvature over chunks, as one node of the graph that recomputes them with a graph of its own."""
+        self._matched(x)
+        chunks = self._chunks(x, explicit)
+        targets = self._split(y, chunks)
+        tapes: list[list[Tensor]] = [[] for _ in chunks]
+        hyper = self._hyperparameters()
+
+        def outputs(chunk: Any, y: Tensor, create_graph: bool) -> list[Tensor]:
+            trace = self._trace(chunk, create_graph)
+            return [self.factor * self.lossfunc(trace.outputs, y), *curvature(trace, y)]
+
+        def evaluate() -> list[Tensor]:
+            totals: list[Tensor] = []
+            for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
+                with recording(tape):
+                    terms = [term.detach() for term in outputs(chunk, target, create_graph=False)]
+                totals = [total.add_(term) for total, term in zip(totals, terms, strict=True)] if totals else terms
+            return totals
+
+        def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+            totals = [torch.zeros_like(tensor) for tensor in hyper]
+            for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
+                # the other kernels of attention cannot be differentiated twice
+                with replaying(tape), differentiable(), sdpa_kernel(SDPBackend.MATH):
+                    terms = outputs(chunk, target, create_graph=True)
+                    pairs = [(t, c) for t, c in zip(terms, cotangents, strict=True) if c is not None and t.requires_grad]
+                    if pairs:
+                        terms, weights = zip(*pairs, strict=True)
+                        gradients = torch.autograd.grad(terms, hyper, weights, allow_unused=True)
+                        totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
+            return totals
+
+        return checkpointed(evaluate, pull_back, hyper)
+
+    def _hyperparameters(self) -> list[Tensor]:
+        return [tensor for tensor in hyperparameters(self.model) if tensor.requires_grad]
+
+    def _trace(self, x: Any, create_graph: bool = False) -> AnyTrace:
+        """Run the model on a chunk; if even one input has more samples than a chunk has rows, in parts."""
+        size = self.chunk_size or DEFAULT_CHUNK_SIZE
+        if isinstance(self.model, InvariantModel) and self._samples() > size:
+            draws = self.model.draw(len(x))
+            parts = [slice(start, start + size) for start in range(0, draws.shape[1], size)]
+            runs = [partial(self._run, partial(self.model.average, draws=draws, part=part), x) for part in parts]
+            return ChunkedTrace(runs, self._hyperparameters())
+        return self._run(self.model, x, create_graph)
+
+    def _run(self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool = False) -> Trace:
+        matched = self._match
+        with matched.layers.capture() as calls:
+            outputs = forward(x)
+        if not matched.layers.copies and any(call.modified() for call in calls):
+            matched.layers.copies = True
+            raise RuntimeError("the model overwrote a layer's input or output in place, which it had not done before")
+        return Trace(outputs, calls, matched.others, create_graph)
+
+    def _samples(self) -> int:
+        """Return the number of rows that one input becomes."""
+        models = [module for module in self.model.modules() if isinstance(module, InvariantModel)]
+        return max((model.augmentation.fixed(model.n_samples).shape[1] for model in models), default=1)
+
+    def _batch_size(self, x: Any) -> int:
+        return len(x[self.dict_key_x] if isinstance(x, MutableMapping) else x)
+
+    def _split(self, y: Tensor, chunks: Sequence[Any]) -> tuple[Tensor, ...]:
+        return y.split([self._batch_size(chunk) for chunk in chunks])
+
+    def _chunks(self, x: Any, explicit: bool) -> list[Any]:
+        """Split a batch so that a part has at most ``chunk_size`` rows, and an explicit Jacobian a bounded size."""
+        n = self._batch_size(x)
+        size = (self.chunk_size or DEFAULT_CHUNK_SIZE) // self._samples()
+        if explicit:
+            outputs = getattr(self.model, "output_size", 1)
+            size = min(size, JACOBIAN_ELEMENTS // (outputs * sum(parameter.numel() for parameter in self.params)))
+        if self._match.others:  # autograd sums over the batch, so there must be one input in it
+            size = 1
+        starts = range(0, n, max(1, size))
+        return [_part(x, start, min(start + max(1, size), n)) for start in starts]
+
+    def _matched(self, x: Any) -> Match:
+        """Check the input, and match parameters with layers when called first."""
+        if isinstance(x, Tensor) and x.is_floating_point() and not torch.isfinite(x).all():
+            raise ValueError("the input holds NaN or infinite values, which would make the evidence NaN as well")
+        if self._match is None:
+            self._match = match(self._model, self.params, self.model, _part(x, 0, 2))
+            self._indices = range(len(self.params))
+        return self._match
+
+
+def _part(x: Any, start: int, stop: int) -> Any:
+    """Return inputs ``start`` to ``stop`` of a tensor or of a mapping with tensors in it."""
+    if isinstance(x, MutableMapping):
+        return type(x)({k: v[start:stop] if isinstance(v, Tensor) else v for k, v in x.items()})
+    return x[start:stop]
+
+
+class AugmentedGGN(_AugmentedCurvature, GGNInterface):
+    """Generalised Gauss-Newton of a network averaged over samples, differentiable in its hyperparameters.
+
+    Args:
+        model: any module that maps ``[batch, ...]`` to ``[batch, outputs]``; an ``InvariantModel`` averages over samples.
+        likelihood: ``"classification"`` or ``"regression"``.
+        last_layer, subnetwork_indices, dict_key_x, dict_key_y: as in laplace-torch.
+        stochastic: estimate the loss Hessian from random directions instead of all of them.
+        num_samples: how many.
+        output_rank: use this many leading eigenvectors of each input's loss Hessian (classification). A trained network
+            confuses few classes, so two or three often carry nearly all of it; ``discarded`` tells. The gradient holds
+            the eigenvectors fixed, which is exact at full rank.
+        kfac_approx: ``"expand"`` or ``"reduce"``, for weights that are shared over positions.
+        chunk_size: rows (inputs times samples) to propagate at once; fewer need less memory and, below the number of
+            samples of one input, further forward passes.
+        on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a rule in ``kron``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: torch.LongTensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        stochastic: bool = False,
+        num_samples: int = 1,
+        *,
+        output_rank: int | None = None,
+        kfac_approx: str = "expand",
+        chunk_size: int | None = None,
+        on_unsupported: str = "error",
+    ) -> None:
+        super().__init__(
+            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
+        )
+        self._configure(kfac_approx, chunk_size, on_unsupported)
+        if output_rank is not None and output_rank < 1:
+            raise ValueError(f"output_rank must be positive or None, got {output_rank}")
+        if output_rank is not None and likelihood == Likelihood.REGRESSION:
+            raise ValueError("output_rank truncates the softmax Hessian; the one of regression is the identity")
+        if output_rank is not None and stochastic:
+            raise ValueError("choose one of output_rank and stochastic")
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be positive, got {num_samples}")
+        self.output_rank = output_rank
+        self._trace_kept = self._trace_total = 0.0
+
+    @property
+    def discarded(self) -> float:
+        """The share of the loss Hessian's trace that ``output_rank`` left out, over all batches so far."""
+        return 1 - self._trace_kept / self._trace_total if self._trace_total else 0.0
+
+    def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+        classes = outputs.shape[-1]
+        if self.stochastic:
+            shape = (self.num_samples, *outputs.shape)
+            signs = taped(lambda: torch.randint(2, shape, device=outputs.device).to(outputs.dtype) * 2 - 1)
+            columns = signs if self.likelihood == Likelihood.REGRESSION else kfac.sampled_directions(outputs, signs)
+            return columns / self.num_samples**0.5, None
+        if self.likelihood == Likelihood.REGRESSION:
+            return [unit.expand_as(outputs) for unit in torch.eye(classes).to(outputs)], None
+        hessian = kfac.softmax_hessian(outputs)
+        if self.output_rank is None or self.output_rank >= classes - 1:
+            directions = kfac.complement_basis(classes, outputs).expand(len(outputs), -1, -1)
+        else:
+            directions, kept, total = kfac.leading_directions(hessian.detach(), self.output_rank)
+            self._trace_kept, self._trace_total = self._trace_kept + kept.item(), self._trace_total + total.item()
+        return directions.unbind(-1), directions.mT @ hessian @ directions
+
+
+class AugmentedEF(_AugmentedCurvature, EFInterface):
+    """Empirical Fisher of a network averaged over samples, differentiable in its hyperparameters.
+
+    Scaled as in laplace-torch: ``factor * sum_n g_n g_n^T`` with ``g_n`` the gradient of ``lossfunc``.
+
+    Args: as for :class:`AugmentedGGN`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: torch.LongTensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        kfac_approx: str = "expand",
+        chunk_size: int | None = None,
+        on_unsupported: str = "error",
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self._configure(kfac_approx, chunk_size, on_unsupported)
+
+    def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+        # the root of the factor goes into the column, so that no weights are needed
+        return [self.factor**0.5 * self._loss_gradient(outputs, y)], None
