@@ -30,6 +30,10 @@ class Augmentation(Hyperparameterised):
         """Transform ``x`` ``[n, ...]`` by ``draws`` ``[n or 1, n_samples, ...]`` into samples ``[n, n_samples, ...]``."""
         raise NotImplementedError
 
+    def count(self, n_samples: int) -> int:
+        """Return how many samples per input there are when ``n_samples`` are asked for."""
+        return n_samples
+
     def weights(self, n_samples: int) -> Tensor:
         """Return the weight of each of ``n_samples`` samples in the average over them, ``[n_samples]``, summing to one."""
         reference = next(iter(self._buffers.values()))

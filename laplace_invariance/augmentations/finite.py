@@ -58,6 +58,9 @@ class FiniteGroup(Augmentation):
     def fixed(self, n_samples: int) -> Tensor:
         return torch.arange(len(self.names), device=self.eta.device).unsqueeze(0)
 
+    def count(self, n_samples: int) -> int:
+        return len(self.names)
+
     def weights(self, n_samples: int) -> Tensor:
         if n_samples != len(self.names):
             raise ValueError(f"FiniteGroup has {len(self.names)} elements, so as many samples, got {n_samples}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,11 @@ __all__ = ["LieGroup"]
 CONSTRAINTS = (None, "softplus", "tanh")
 DRAWS = ("independent", "sobol", "grid")
 SOBOL_SEED = 0
+
+
+@lru_cache(maxsize=32)
+def _sobol_points(dimensions: int, n: int) -> Tensor:
+    return SobolEngine(dimensions, scramble=True, seed=SOBOL_SEED).draw(n, dtype=torch.float64)
 
 
 class LieGroup(Augmentation):
@@ -155,8 +161,7 @@ class LieGroup(Augmentation):
         return self._grid(n_samples) if self.draws == "grid" else 2 * self._sobol(n_samples).unsqueeze(0) - 1
 
     def _sobol(self, n_samples: int) -> Tensor:
-        engine = SobolEngine(len(self.names), scramble=True, seed=SOBOL_SEED)
-        return engine.draw(n_samples, dtype=torch.float64).to(self.eta)
+        return _sobol_points(len(self.names), n_samples).to(self.eta)
 
     def _grid(self, n_samples: int) -> Tensor:
         draws = self.eta.new_zeros(1, n_samples, len(self.names))

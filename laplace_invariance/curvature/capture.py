@@ -103,57 +103,71 @@ class Trace:
         others = {index: g.reshape(1, -1) for (index, _), g in zip(self.others, gradients[n:], strict=True)}
         return list(gradients[:n]), others
 
-    def _per_input(self, x: Tensor) -> Tensor:
-        """Merge positions that the model moved into the batch axis: ``[batch * inner, R, ...] -> [batch, inner * R, ...]``."""
+    def _rows_per_input(self, x: Tensor) -> int:
+        """Return how many rows of ``x`` belong to one input: more than one where positions were moved into the batch axis."""
         if len(x) % self.batch:
             raise ValueError(
                 f"a layer was called with {len(x)} rows for a batch of {self.batch}; the first axis must be the batch, or a "
                 "multiple of it (batch_first=True)"
             )
-        return x.reshape(self.batch, -1, *x.shape[2:])
+        return len(x) // self.batch
 
-    def factors_columns(self, columns: Sequence[Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return averaged inputs ``a`` and gradients ``g`` of every parameter, the material of Kronecker factors.
+    def _per_input(self, x: Tensor) -> Tensor:
+        """Join such positions with the others: ``[batch * inner, R, ...] -> [batch, inner * R, ...]``."""
+        return x.reshape(self.batch, self._rows_per_input(x) * x.shape[1], *x.shape[2:])
 
-        Returns:
-            a: ``[batch, R, (slots,) d_in]`` by parameter, for matrix blocks only.
-            g: ``[batch, column, R, (slots,) d_out]`` for matrix blocks, else exact gradients ``[batch, column, numel]``.
-        """
+    def averaged_inputs(self) -> dict[int, Tensor]:
+        """Return, for every matrix, what it is applied to, averaged over samples: ``[batch, R, (slots,) d_in]``."""
         inputs: dict[int, list[Tensor]] = {}
-        rows: dict[tuple[int, int], Tensor] = {}
-        for c, call in enumerate(self.calls):
+        for call in self.calls:
             folded = None
             for index, block in call.blocks:
                 if block.elementwise:
-                    if block.a is not None:
-                        rows[c, index] = block.a(call.x)
-                elif block.linear:
+                    continue
+                if block.linear:
                     folded = kfac.fold_inputs(call.x, self.batch, call.weights) if folded is None else folded
-                    inputs.setdefault(index, []).append(self._per_input(block.a(folded)))
+                    a = block.a(folded)
                 else:
-                    averaged = kfac.fold_inputs(block.a(call.x), self.batch, call.weights)
-                    inputs.setdefault(index, []).append(self._per_input(averaged))
-        gathered: dict[int, list[Tensor]] = {}
+                    a = kfac.fold_inputs(block.a(call.x), self.batch, call.weights)
+                inputs.setdefault(index, []).append(self._per_input(a))
+        return {index: _cat(tensors, dim=1) for index, tensors in inputs.items()}
+
+    def averaged_gradients(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return gradients of every parameter, the material of Kronecker factors.
+
+        For a matrix, those of its outputs, summed over samples, ``[batch, column, R, (slots,) d_out]``; for all other
+        parameters their exact gradients ``[batch, column, numel]``.
+        """
+        folded: list[list[Tensor]] = [[] for _ in self.calls]
+        exact: dict[int, list[Tensor]] = {}
+        rows = [[(i, b, b.a(call.x)) for i, b in call.blocks if b.elementwise and b.a is not None] for call in self.calls]
         for column in columns:
-            gradients, exact = self._backpropagate(column)
-            parts: dict[int, list[Tensor]] = {}
-            for c, (call, gradient) in enumerate(zip(self.calls, gradients, strict=True)):
-                folded = kfac.fold_gradients(gradient, self.batch, call.weights)
-                for index, block in call.blocks:
-                    if not block.elementwise:
-                        parts.setdefault(index, []).append(self._per_input(block.g(folded)))
-                    elif block.a is None:
-                        _accumulate(exact, index, self._per_input(block.g(folded)).sum(1))
-                    else:
-                        product = kfac.jacobian(rows[c, index], block.g(gradient), self.batch, elementwise=True)
-                        _accumulate(exact, index, product)
-            exact.update({index: _cat(tensors) for index, tensors in parts.items()})
-            for index, tensor in exact.items():
-                gathered.setdefault(index, []).append(tensor)
-        return (
-            {index: _cat(tensors) for index, tensors in inputs.items()},
-            {index: torch.stack(tensors, dim=1) for index, tensors in gathered.items()},
-        )
+            gradients, products = self._backpropagate(column)
+            for call, call_rows, gradient, sums in zip(self.calls, rows, gradients, folded, strict=True):
+                sums.append(kfac.fold_gradients(gradient, self.batch, call.weights))
+                for index, block, a in call_rows:  # elementwise products are exact only sample by sample
+                    product = kfac.jacobian(a, block.g(gradient), self.batch, elementwise=True)
+                    products[index] = products[index] + product if index in products else product
+            for index, product in products.items():
+                exact.setdefault(index, []).append(product)
+        result = {index: torch.stack(tensors, dim=1) for index, tensors in exact.items()}
+        positions: dict[int, list[Tensor]] = {}
+        for call, sums in zip(self.calls, folded, strict=True):
+            inner = self._rows_per_input(sums[0])
+            stacked = torch.stack([g.unflatten(0, (self.batch, inner)) for g in sums], dim=1)
+            for index, block in call.blocks:
+                if block.elementwise and block.a is not None:
+                    continue
+                g = block.g(stacked.flatten(0, 2))
+                g = g.reshape(self.batch, len(columns), inner * g.shape[1], *g.shape[2:])
+                positions.setdefault(index, []).append(g.sum(2, keepdim=True) if block.elementwise else g)
+        for index, tensors in positions.items():
+            joined = _cat(tensors, dim=2)
+            result[index] = joined.sum(2) if self._is_elementwise(index) else joined
+        return result
+
+    def _is_elementwise(self, index: int) -> bool:
+        return next(block.elementwise for call in self.calls for i, block in call.blocks if i == index)
 
     def jacobian_columns(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return, by parameter, the exact gradients ``[batch, column, numel]`` of ``sum_c outputs_c column_c`` per input."""
@@ -164,20 +178,15 @@ class Trace:
             for call, call_inputs, gradient in zip(self.calls, inputs, gradients, strict=True):
                 for (index, block), a in zip(call.blocks, call_inputs, strict=True):
                     g = block.g(gradient)
-                    if len(g) % self.batch:
-                        self._per_input(g)  # raises
+                    self._rows_per_input(g)
                     kinds = {"elementwise": block.elementwise, "transposed": block.transposed}
-                    _accumulate(exact, index, kfac.jacobian(a, g, self.batch, **kinds).flatten(1))
+                    product = kfac.jacobian(a, g, self.batch, **kinds)
+                    exact[index] = exact[index] + product if index in exact else product
             for index, tensor in exact.items():
                 gathered.setdefault(index, []).append(tensor)
         return {index: torch.stack(tensors, dim=1) for index, tensors in gathered.items()}
 
 
-def _accumulate(totals: dict[int, Tensor], index: int, value: Tensor) -> None:
-    totals[index] = totals[index] + value if index in totals else value
-
-
-def _cat(tensors: list[Tensor]) -> Tensor:
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
     """Join the positions of several calls: the calls of a layer are further shared positions."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
-
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

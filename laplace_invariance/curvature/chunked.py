@@ -35,13 +35,13 @@ class ChunkedTrace:
         (self.outputs,) = self._sum(lambda trace, column: {0: trace.outputs}).values()
         self.batch = len(self.outputs)
 
-    def factors_columns(self, columns: Sequence[Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """As :meth:`Trace.factors_columns`."""
-        inputs = self._sum(lambda trace, column: trace.factors_columns([])[0])
-        gradients = [
-            self._sum(lambda trace, column: trace.factors_columns([column])[1], column) for column in columns
-        ]
-        return inputs, _join(gradients)
+    def averaged_inputs(self) -> dict[int, Tensor]:
+        """As :meth:`Trace.averaged_inputs`."""
+        return self._sum(lambda trace, column: trace.averaged_inputs())
+
+    def averaged_gradients(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
+        """As :meth:`Trace.averaged_gradients`."""
+        return _join([self._sum(lambda trace, column: trace.averaged_gradients([column]), column) for column in columns])
 
     def jacobian_columns(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
         """As :meth:`Trace.jacobian_columns`."""

@@ -78,18 +78,20 @@ class _Gram(torch.autograd.Function):
     """``sum_b sum_kl M_kl x_k^T x_l`` with a gradient that costs one matrix product instead of two."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, scale: float) -> Tensor:
         ctx.save_for_backward(x, weights)
-        return symmetric_product(x.flatten(0, -2), _weigh(x, weights).flatten(0, -2))
+        ctx.scale = scale
+        product = symmetric_product(x.flatten(0, -2), _weigh(x, weights).flatten(0, -2))
+        return product if scale == 1 else product.mul_(scale)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weights = ctx.saved_tensors
-        product = x @ (cotangent + cotangent.mT)
+        product = x @ (cotangent + cotangent.mT).mul_(ctx.scale)
         if weights is None or not ctx.needs_input_grad[1]:
-            return _weigh(product, weights), None
-        return _weigh(product, weights), x.flatten(2) @ product.flatten(2).mT / 2
+            return _weigh(product, weights), None, None
+        return _weigh(product, weights), x.flatten(2) @ product.flatten(2).mT / 2, None
 
 
 def _weigh(x: Tensor, weights: Tensor | None) -> Tensor:
@@ -97,18 +99,19 @@ def _weigh(x: Tensor, weights: Tensor | None) -> Tensor:
     return x if weights is None else (weights @ x.flatten(2)).view_as(x)
 
 
-def gram(x: Tensor, weights: Tensor | None = None) -> Tensor:
+def gram(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Return the ``[d, d]`` sum of outer products of ``x`` ``[batch, column, ..., d]``, columns weighted by ``M``.
 
     Args:
         x: vectors, with any number of axes between columns and features, all summed over.
         weights: symmetric ``M`` ``[batch, column, column]``; None is the identity.
+        scale: factor of the result.
     """
-    return _Gram.apply(x, weights)
+    return _Gram.apply(x, weights, scale)
 
 
-def factors(a: Tensor, g: Tensor, weights: Tensor | None, approx: str) -> tuple[Tensor, Tensor]:
-    """Return the Kronecker factors ``G`` ``[d_out, d_out]`` and ``A`` ``[d_in, d_in]``, ``N H ~ G (x) A``.
+def factors(a: Tensor, g: Tensor, weights: Tensor | None, N: int, approx: str) -> tuple[Tensor, Tensor]:
+    """Return the Kronecker factors ``G`` ``[d_out, d_out]`` and ``A / N`` ``[d_in, d_in]``.
 
     With slots (groups of a convolution), each slot is a further position, at which only its own part of ``g`` is not zero:
     ``G`` is block-diagonal.
@@ -117,14 +120,16 @@ def factors(a: Tensor, g: Tensor, weights: Tensor | None, approx: str) -> tuple[
         a: ``[batch, shared, (slots,) d_in]``.
         g: ``[batch, column, shared, (slots,) d_out]``.
         weights: ``M`` ``[batch, column, column]`` or None.
+        N: size of the data set.
         approx: ``"expand"`` or ``"reduce"``.
     """
     if approx == "reduce":
         a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
     positions = g.shape[2:-1].numel()
+    inner = gram(a, scale=1 / N)
     if a.ndim == 3:
-        return gram(g, weights) / positions, gram(a)
-    return torch.block_diag(*(gram(part, weights) for part in g.unbind(-2))) / positions, gram(a)
+        return gram(g, weights, 1 / positions), inner
+    return torch.block_diag(*(gram(part, weights, 1 / positions) for part in g.unbind(-2))), inner
 
 
 def weighted_diagonal(x: Tensor, weights: Tensor | None = None) -> Tensor:

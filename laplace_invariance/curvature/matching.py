@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,18 @@ class Match:
         layers: the layers to capture.
         blocks: by index of the parameter.
         unsupported: by index of the parameter.
+        twins: biases whose gradients are those of a weight matrix at its positions, index by index.
+        n_outputs: of the model.
+        size: elements of all captured layers' outputs, per input.
     """
 
     parameters: list[nn.Parameter]
     layers: Layers
     blocks: dict[int, Block]
     unsupported: dict[int, Coverage]
+    twins: dict[int, int] = field(default_factory=dict)
+    n_outputs: int = 0
+    size: int = 0
 
     @property
     def others(self) -> list[tuple[int, nn.Parameter]]:
@@ -80,6 +86,8 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], forward: Callable
         result.layers.blocks[module] = kept
         if not kept:
             del result.layers.blocks[module]
+        matrices = {block.g: index for index, block in kept if not (block.elementwise or block.transposed)}
+        result.twins |= {index: matrices[block.g] for index, block in kept if block.a is None and block.g in matrices}
     return result
 
 
@@ -94,6 +102,8 @@ def _unexplained(result: Match, forward: Callable[[Tensor], Tensor], x: Tensor) 
                 outputs = forward(x)
         if outputs.ndim != 2:
             raise ValueError(f"the model must return [batch, outputs], got shape {list(outputs.shape)}")
+        result.n_outputs = outputs.shape[-1]
+        result.size = sum(call.output.numel() for call in calls) // len(outputs)
         direction = torch.sin(torch.arange(1, outputs.shape[-1] + 1).to(outputs))
         indices = sorted(result.blocks)
         tensors = [result.parameters[index] for index in indices]

@@ -6,7 +6,8 @@ an ordinary backend that also covers normalisation layers, grouped convolutions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,17 +23,15 @@ from laplace_invariance.curvature.checkpoint import checkpointed
 from laplace_invariance.curvature.chunked import ChunkedTrace
 from laplace_invariance.curvature.kron import DifferentiableKron
 from laplace_invariance.curvature.matching import Match, match
-from laplace_invariance.curvature.rules import Block
+from laplace_invariance.curvature.shortcuts import shortcuts
 from laplace_invariance.hyper import differentiable, hyperparameters
 from laplace_invariance.invariant import InvariantModel, fixed_draws, recording, replaying, taped
 
 __all__ = ["AugmentedEF", "AugmentedGGN"]
 
-# Rows (inputs times samples) propagated at once by default: enough to keep matrix products efficient, few enough for the
-# graphs of all columns to fit into memory (benchmarks.md has measurements).
-DEFAULT_CHUNK_SIZE = 1024
-# Elements of an explicit Jacobian that diag, full and jacobians hold at once.
-JACOBIAN_ELEMENTS = 2**25
+# Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all columns with respect to the layers'
+# outputs or, where a Jacobian is formed, to the parameters. Benchmarks.md has measurements.
+CHUNK_ELEMENTS = 3 * 2**24
 
 AnyTrace = Trace | ChunkedTrace
 Curvature = Callable[[AnyTrace, Tensor], list[Tensor]]
@@ -57,6 +56,10 @@ class _AugmentedCurvature(CurvatureInterface):
         """Return the directions to backpropagate, each ``[batch, C]``, and their weights ``M``, None for the identity."""
         raise NotImplementedError
 
+    def _n_columns(self, n_outputs: int) -> int:
+        """Return how many directions there will be."""
+        raise NotImplementedError
+
     # The interface of laplace.
 
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
@@ -70,8 +73,14 @@ class _AugmentedCurvature(CurvatureInterface):
 
         def factors(trace: AnyTrace, y: Tensor) -> list[Tensor]:
             columns, weights = self._columns(trace.outputs, y)
-            inputs, gradients = trace.factors_columns(columns)
-            blocks = [self._factors(index, inputs.get(index), gradients.get(index), weights, N) for index in self._indices]
+            inputs, gradients = trace.averaged_inputs(), trace.averaged_gradients(columns)
+            blocks: list[list[Tensor]] = []
+            for index in self._indices:
+                twin = matched.twins.get(index)
+                if twin is not None and twin < index and twin in gradients and gradients[twin].shape[2:-1].numel() == 1:
+                    blocks.append([blocks[twin][0]])  # one position: the block of the bias is the factor G
+                else:
+                    blocks.append(self._factors(index, inputs.get(index), gradients.get(index), weights, N))
             lengths[:] = [len(block) for block in blocks]
             return [factor for block in blocks for factor in block]
 
@@ -142,8 +151,8 @@ class _AugmentedCurvature(CurvatureInterface):
             return [kfac.weighted_diagonal(gradients, weights)]
         if block.elementwise:
             return [kfac.gram(gradients, weights)]
-        outer, inner = kfac.factors(inputs, gradients, weights, self.kfac_approx)
-        return [inner / N, outer] if block.transposed else [outer, inner / N]
+        outer, inner = kfac.factors(inputs, gradients, weights, N, self.kfac_approx)
+        return [inner, outer] if block.transposed else [outer, inner]
 
     def _jacobian(self, trace: AnyTrace, columns: Sequence[Tensor]) -> Tensor:
         """Return the derivatives ``[batch, column, P]`` in all parameters, in their order."""
@@ -178,14 +187,13 @@ class _AugmentedCurvature(CurvatureInterface):
             for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
                 with recording(tape):
                     terms = [term.detach() for term in outputs(chunk, target, create_graph=False)]
-                totals = [total.add_(term) for total, term in zip(totals, terms, strict=True)] if totals else terms
+                totals = [total + term for total, term in zip(totals, terms, strict=True)] if totals else terms
             return totals
 
         def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
             totals = [torch.zeros_like(tensor) for tensor in hyper]
             for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
-                # the other kernels of attention cannot be differentiated twice
-                with replaying(tape), differentiable(), sdpa_kernel(SDPBackend.MATH):
+                with replaying(tape), differentiable(), self._twice_differentiable():
                     terms = outputs(chunk, target, create_graph=True)
                     pairs = [(t, c) for t, c in zip(terms, cotangents, strict=True) if c is not None and t.requires_grad]
                     if pairs:
@@ -196,13 +204,20 @@ class _AugmentedCurvature(CurvatureInterface):
 
         return checkpointed(evaluate, pull_back, hyper)
 
+    @contextmanager
+    def _twice_differentiable(self) -> Iterator[None]:
+        """Run layers so that their backward pass can be differentiated: at all (attention), and cheaply."""
+        modules = [] if self._match.others else list(self.model.modules())
+        with sdpa_kernel(SDPBackend.MATH), shortcuts(modules):
+            yield
+
     def _hyperparameters(self) -> list[Tensor]:
         return [tensor for tensor in hyperparameters(self.model) if tensor.requires_grad]
 
     def _trace(self, x: Any, create_graph: bool = False) -> AnyTrace:
         """Run the model on a chunk; if even one input has more samples than a chunk has rows, in parts."""
-        size = self.chunk_size or DEFAULT_CHUNK_SIZE
-        if isinstance(self.model, InvariantModel) and self._samples() > size:
+        size = self.chunk_size
+        if size is not None and isinstance(self.model, InvariantModel) and self._samples() > size:
             draws = self.model.draw(len(x))
             parts = [slice(start, start + size) for start in range(0, draws.shape[1], size)]
             runs = [partial(self._run, partial(self.model.average, draws=draws, part=part), x) for part in parts]
@@ -221,7 +236,7 @@ class _AugmentedCurvature(CurvatureInterface):
     def _samples(self) -> int:
         """Return the number of rows that one input becomes."""
         models = [module for module in self.model.modules() if isinstance(module, InvariantModel)]
-        return max((model.augmentation.fixed(model.n_samples).shape[1] for model in models), default=1)
+        return max((model.augmentation.count(model.n_samples) for model in models), default=1)
 
     def _batch_size(self, x: Any) -> int:
         return len(x[self.dict_key_x] if isinstance(x, MutableMapping) else x)
@@ -230,16 +245,16 @@ class _AugmentedCurvature(CurvatureInterface):
         return y.split([self._batch_size(chunk) for chunk in chunks])
 
     def _chunks(self, x: Any, explicit: bool) -> list[Any]:
-        """Split a batch so that a part has at most ``chunk_size`` rows, and an explicit Jacobian a bounded size."""
+        """Split a batch so that a part has at most ``chunk_size`` rows, and its gradients a bounded size."""
         n = self._batch_size(x)
-        size = (self.chunk_size or DEFAULT_CHUNK_SIZE) // self._samples()
-        if explicit:
-            outputs = getattr(self.model, "output_size", 1)
-            size = min(size, JACOBIAN_ELEMENTS // (outputs * sum(parameter.numel() for parameter in self.params)))
+        elements = self._match.size + (sum(parameter.numel() for parameter in self.params) if explicit else 0)
+        size = CHUNK_ELEMENTS // (elements * (self._n_columns(self._match.n_outputs) + 4))  # 4: the forward pass
+        if self.chunk_size is not None:
+            size = self.chunk_size // self._samples()
         if self._match.others:  # autograd sums over the batch, so there must be one input in it
             size = 1
-        starts = range(0, n, max(1, size))
-        return [_part(x, start, min(start + max(1, size), n)) for start in starts]
+        size = max(1, size)
+        return [_part(x, start, min(start + size, n)) for start in range(0, n, size)]
 
     def _matched(self, x: Any) -> Match:
         """Check the input, and match parameters with layers when called first."""
@@ -312,6 +327,9 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         """The share of the loss Hessian's trace that ``output_rank`` left out, over all batches so far."""
         return 1 - self._trace_kept / self._trace_total if self._trace_total else 0.0
 
+    def _n_columns(self, n_outputs: int) -> int:
+        return self.num_samples if self.stochastic else min(self.output_rank or n_outputs, n_outputs)
+
     def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
         classes = outputs.shape[-1]
         if self.stochastic:
@@ -353,6 +371,9 @@ class AugmentedEF(_AugmentedCurvature, EFInterface):
     ) -> None:
         super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self._configure(kfac_approx, chunk_size, on_unsupported)
+
+    def _n_columns(self, n_outputs: int) -> int:
+        return 1
 
     def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
         # the root of the factor goes into the column, so that no weights are needed

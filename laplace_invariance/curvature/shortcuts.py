@@ -1,0 +1,138 @@
+"""Cheaper double backward passes through activations, max pooling and convolutions.
+
+The gradient to hyperparameters differentiates K backward passes through the same layers. Autograd does so one by one: for
+each column it multiplies with the second derivative of an activation, it carries a second derivative of ReLU and max pooling
+along that is zero, and it computes a gradient of convolution weights that nobody asked for. Inside :func:`shortcuts`,
+
+- the first derivative ``d`` of an activation is one tensor of the graph, shared by all columns, so that the second derivative is
+  applied once, to the sum of what arrives at ``d``;
+- the derivative of ReLU and of max pooling depends on nothing;
+- a convolution is a linear map, whose adjoint is a linear map.
+
+Results are the same. What a model calls as a function, not as a module, takes autograd's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["shortcuts"]
+
+SMOOTH = (nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.Mish, nn.LogSigmoid, nn.Softsign)
+PIECEWISE_LINEAR = (nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+
+
+class _Elementwise(torch.autograd.Function):
+    """``y`` as a function of ``x`` with derivative ``d``, a tensor that may itself depend on ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, d: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(d)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (d,) = ctx.saved_tensors
+        return gradient * d, None, None
+
+
+class _Detached(torch.autograd.Function):
+    """``y`` as a function of ``x``, whose derivative is that of ``y`` at the constant ``leaf``, a copy of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor, y: Tensor) -> Tensor:
+        ctx.leaf, ctx.y = leaf, y
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            (result,) = torch.autograd.grad(ctx.y, ctx.leaf, gradient, retain_graph=True, create_graph=graph)
+        return result, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    """``y = conv(x)`` with weights that need no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+        ctx.module, ctx.like = module, x.detach()
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _ConvolutionAdjoint.apply(gradient, ctx.like, ctx.module), None, None
+
+
+class _ConvolutionAdjoint(torch.autograd.Function):
+    """The gradient of a convolution in its input, linear in the gradient of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, like: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+        ctx.module = module
+        n = len(module.kernel_size)
+        result, _, _ = torch.ops.aten.convolution_backward(
+            gradient, like, module.weight, None, module.stride, module.padding, module.dilation, False, [0] * n, module.groups,
+            [True, False, False],
+        )  # fmt: skip
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        m = ctx.module
+        functional = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(m.kernel_size)]
+        return functional(cotangent, m.weight, None, m.stride, m.padding, m.dilation, m.groups), None, None
+
+
+def _convolution(module: nn.modules.conv._ConvNd, args: tuple[Tensor], y: Tensor) -> Tensor | None:
+    (x,) = args
+    plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return _Convolution.apply(x, y, module) if x.requires_grad and plain and y.ndim == x.ndim else None
+
+
+def _activation(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | None:
+    (x,) = args
+    if not x.requires_grad or getattr(module, "inplace", False):
+        return None
+    smooth = type(module) in SMOOTH
+    (d,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=smooth, retain_graph=True)
+    return _Elementwise.apply(x, d, y)
+
+
+@contextmanager
+def shortcuts(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Make double backward passes through the modules cheaper; gradients of their parameters are not to be had inside."""
+    handles = []
+    pooled: dict[nn.Module, Tensor] = {}
+
+    def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+        (x,) = args
+        pooled[module] = x
+        return (x.detach().requires_grad_(),) if x.requires_grad else None
+
+    def after(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | None:
+        x = pooled.pop(module)
+        return _Detached.apply(x, args[0], y) if x.requires_grad and isinstance(y, Tensor) else None
+
+    for module in modules:
+        if type(module) in SMOOTH + PIECEWISE_LINEAR:
+            handles.append(module.register_forward_hook(_activation))
+        elif type(module) in CONVOLUTIONS:
+            handles.append(module.register_forward_hook(_convolution))
+        elif type(module) in POOLING:
+            handles.append(module.register_forward_pre_hook(before))
+            handles.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
