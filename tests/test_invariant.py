@@ -1,0 +1,80 @@
+"""The averaged network, and where its draws come from."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_invariance as li
+from laplace_invariance.invariant import fixed_draws, recording, replaying
+
+
+def make(n_samples=4, **kwargs):
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+    return li.InvariantModel(net, li.AffinePoints(init=0.5), n_samples, **kwargs)
+
+
+def test_is_the_mean_over_samples():
+    model, x = make(), torch.randn(7, 2)
+    tape = []
+    with recording(tape):
+        outputs = model(x)
+    samples = model.augmentation.apply(x, tape[0])
+    expected = torch.stack([model.net(samples[:, s]) for s in range(4)]).mean(0)
+    torch.testing.assert_close(outputs, expected)
+
+
+def test_is_the_weighted_mean_over_a_group():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(25, 3))
+    model, x = li.InvariantModel(net, li.FiniteGroup("flips", init=0.5)), torch.randn(2, 1, 5, 5)
+    flips = [net(x), net(x.flip(3)), net(x.flip(2)), net(x.flip(2, 3))]
+    torch.testing.assert_close(model(x), (flips[0] + 0.5 * sum(flips[1:])) / 2.5)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_draws_are_fresh_where_gradients_flow_and_fixed_elsewhere(mode):
+    model, x = make().train(mode), torch.randn(7, 2)
+    assert not torch.equal(model(x), model(x))
+    with torch.no_grad():
+        assert torch.equal(model(x), model(x))
+        assert torch.equal(model(x)[:3], model(x[:3]))  # not a matter of the batch
+    with fixed_draws():
+        torch.testing.assert_close(model(x).detach(), torch.no_grad()(model)(x))
+
+
+def test_tape_replays_several_draws_in_order():
+    model, x, tape = nn.Sequential(make(), make()), torch.randn(7, 2), []
+    model[0].net[2] = nn.Linear(5, 2)
+    with recording(tape):
+        first = model(x)
+    assert len(tape) == 2
+    with replaying(tape):
+        assert torch.equal(model(x), first)
+
+
+def test_generator_makes_draws_repeatable():
+    model, x = make(generator=torch.Generator().manual_seed(1)), torch.randn(7, 2)
+    first = model(x)
+    torch.manual_seed(5)
+    model.generator.manual_seed(1)
+    assert torch.equal(model(x), first)
+
+
+def test_can_be_copied_with_a_generator():
+    model = make(generator=torch.Generator().manual_seed(1))
+    twin = copy.deepcopy(model)
+    assert twin.generator is not model.generator
+    x = torch.randn(7, 2)
+    assert torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize("n_samples", [0, -1, 2.5, True])
+def test_number_of_samples_is_checked(n_samples):
+    with pytest.raises(ValueError, match="positive integer"):
+        make(n_samples)
+
+
+def test_augmentation_type_is_checked():
+    with pytest.raises(TypeError, match="Augmentation"):
+        li.InvariantModel(nn.Linear(2, 2), nn.Identity())

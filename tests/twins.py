@@ -1,0 +1,67 @@
+"""Obviously correct, but slow: what the library computes, computed in the plainest way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def parameter_jacobian(model: nn.Module, outputs: Tensor) -> Tensor:
+    """Jacobian ``[batch, C, P]`` of outputs ``[batch, C]``, one scalar at a time."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = [
+        torch.cat([
+            g.flatten()
+            for g in torch.autograd.grad(
+                value, parameters, retain_graph=True, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+        ])
+        for value in outputs.flatten()
+    ]  # fmt: skip
+    return torch.stack(rows).view(*outputs.shape, -1)
+
+
+def loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
+    """Hessian ``[batch, C, C]`` of the negative log likelihood in the outputs."""
+    n, c = outputs.shape
+    if likelihood == "regression":
+        return torch.eye(c).expand(n, c, c)
+    p = outputs.softmax(-1)
+    return torch.diag_embed(p) - torch.einsum("bi,bj->bij", p, p)
+
+
+def ggn(model: nn.Module, outputs: Tensor, likelihood: str) -> Tensor:
+    """Dense generalised Gauss-Newton matrix ``[P, P]``."""
+    jacobian = parameter_jacobian(model, outputs)
+    return torch.einsum("bcp,bcd,bdq->pq", jacobian, loss_hessian(outputs, likelihood), jacobian)
+
+
+def block_diagonal(matrix: Tensor, model: nn.Module) -> Tensor:
+    """Keep the blocks of ``matrix`` that belong to single parameters."""
+    result, start = torch.zeros_like(matrix), 0
+    for parameter in model.parameters():
+        stop = start + parameter.numel()
+        result[start:stop, start:stop] = matrix[start:stop, start:stop]
+        start = stop
+    return result
+
+
+def central_differences(function: Callable[[], Tensor], tensor: Tensor, step: float = 1e-5) -> Tensor:
+    """Derivative of ``function()`` in ``tensor``, which it reads, entry by entry."""
+    result = torch.zeros_like(tensor)
+    flat, values = result.view(-1), tensor.detach().view(-1)  # shares memory with the tensor
+    for i in range(values.numel()):
+        original = values[i].item()
+        values[i] = original + step
+        above = float(function())
+        values[i] = original - step
+        below = float(function())
+        values[i] = original
+        flat[i] = (above - below) / (2 * step)
+    return result
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
