@@ -1,0 +1,294 @@
+"""Curvature of one batch: equal to stock backends without samples, equal to the dense GGN where theory makes it exact."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from laplace.curvature.asdl import AsdlEF, AsdlGGN
+from laplace.curvature.backpack import BackPackEF, BackPackGGN
+from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
+from torch import nn
+from twins import block_diagonal, ggn, parameter_jacobian
+
+import laplace_invariance as li
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.invariant import replaying
+
+N = 20
+LIKELIHOODS = ("classification", "regression")
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(6, 2)
+
+
+def cnn(bias=True):
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=bias), nn.Tanh(), nn.Flatten(), nn.Linear(60, 4, bias=bias))
+    return net, torch.randn(6, 2, 4, 5)
+
+
+def targets(n, likelihood, classes=4):
+    return torch.randint(classes, (n,)) if likelihood == "classification" else torch.randn(n, classes)
+
+
+def product(factors):
+    return torch.kron(*factors) if len(factors) == 2 else factors[0]
+
+
+def curvature(backend, net, likelihood, structure, x, y):
+    net = copy.deepcopy(net)
+    net.output_size = 4  # as Laplace.fit sets it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss, result = getattr(backend(net, likelihood), structure)(x, y, N=N)
+    return loss, [product(fs) for fs in result.kfacs] if structure == "kron" else result
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        (AugmentedGGN, CurvlinopsGGN),
+        (AugmentedGGN, BackPackGGN),
+        (AugmentedGGN, AsdlGGN),
+        (AugmentedEF, CurvlinopsEF),
+        (AugmentedEF, BackPackEF),
+        (AugmentedEF, AsdlEF),
+    ],
+)
+def test_equals_stock_without_samples(ours, stock, structure, likelihood, invariant):
+    if stock is BackPackEF and structure == "kron":
+        with pytest.raises(NotImplementedError):
+            stock(mlp()[0], likelihood).kron(None, None, N=N)
+        return
+    net, x = mlp()
+    y = targets(6, likelihood)
+    model = li.InvariantModel(net, li.AffinePoints(), n_samples=1) if invariant else net
+    loss, actual = curvature(ours, model, likelihood, structure, x, y)
+    expected_loss, expected = curvature(stock, net, likelihood, structure, x, y)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_where_stock_backends_differ_on_convolutions(likelihood):
+    """Weights: KFAC-expand with 1 / R on G, as Curvlinops and ASDL. Bias: the exact block, as BackPACK."""
+    net, x = cnn()
+    y = targets(6, likelihood)
+    results = {b: curvature(b, net, likelihood, "kron", x, y)[1] for b in (AugmentedGGN, CurvlinopsGGN, BackPackGGN, AsdlGGN)}
+    ours = results[AugmentedGGN]
+    for same in (CurvlinopsGGN, AsdlGGN):
+        torch.testing.assert_close(ours[0], results[same][0])
+        assert not torch.allclose(ours[1], results[same][1])
+    torch.testing.assert_close(ours[1], results[BackPackGGN][1])
+    assert not torch.allclose(ours[0], results[BackPackGGN][0])
+    dense = ggn(net, net(x), likelihood)
+    torch.testing.assert_close(ours[1], dense[54:57, 54:57])
+    torch.testing.assert_close(ours[2:], results[CurvlinopsGGN][2:])
+
+
+def test_expand_over_sequence_positions_equals_curvlinops():
+    net = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(35, 4, bias=False))
+    x, y = torch.randn(6, 7, 3), targets(6, "classification")
+    _, ours = curvature(AugmentedGGN, net, "classification", "kron", x, y)
+    _, stock = curvature(CurvlinopsGGN, net, "classification", "kron", x, y)
+    torch.testing.assert_close(ours, stock)
+
+
+def test_reduce_equals_curvlinops():
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(18, 4, bias=False))
+    x, y = torch.randn(6, 2, 4, 5), targets(6, "classification")
+    _, ours = AugmentedGGN(net, "classification", kfac_approx="reduce").kron(x, y, N=N)
+    _, stock = CurvlinopsGGN(net, "classification").kron(x, y, N=N, kfac_approx="reduce")
+    torch.testing.assert_close([product(f) for f in ours.kfacs], [product(f) for f in stock.kfacs])
+
+
+def test_grouped_convolution_is_closer_to_the_ggn_than_averaging_groups():
+    net = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4))
+    x, y = torch.randn(6, 4, 4, 5), targets(6, "classification")
+    dense = ggn(net, net(x), "classification")[:108, :108]
+
+    def error(backend):
+        _, kron = backend(net, "classification").kron(x, y, N=6)
+        return (product(kron.kfacs[0]) - dense).norm() / dense.norm()
+
+    assert error(AugmentedGGN) < error(CurvlinopsGGN)
+
+
+# Exact cases, with samples. N is the batch, since there is one batch.
+
+
+def dense_twin(model, x, likelihood, y):
+    """Our factors, and the dense GGN of the averaged network under the same draws, blocks of single parameters."""
+    generator = model.generator
+    state = generator.get_state()
+    _, kron = AugmentedGGN(model, likelihood).kron(x, y, N=len(x))
+    generator.set_state(state)
+    return kron.to_matrix(), block_diagonal(ggn(model, model(x), likelihood), model)
+
+
+def invariant(net, n_samples=5, init=0.4):
+    return li.InvariantModel(net, li.AffinePoints(init=init), n_samples, generator=torch.Generator())
+
+
+def test_exact_for_one_linear_layer():
+    """With Gaussian likelihood for all data; with softmax for one datum, since Lambda varies over data."""
+    model = invariant(nn.Linear(2, 3))
+    actual, expected = dense_twin(model, torch.randn(7, 2), "regression", torch.randn(7, 3))
+    torch.testing.assert_close(actual, expected)
+    actual, expected = dense_twin(model, torch.randn(1, 2), "classification", torch.tensor([1]))
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_exact_for_one_datum_with_equal_samples(likelihood):
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = invariant(net, init=0.0)
+    actual, expected = dense_twin(model, torch.randn(1, 2), likelihood, targets(1, likelihood, 3))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_exact_for_a_deep_linear_network_with_gaussian_likelihood():
+    net = nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 7), nn.Linear(7, 3))
+    actual, expected = dense_twin(invariant(net), torch.randn(6, 2), "regression", torch.randn(6, 3))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_not_exact_elsewhere():
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+    actual, expected = dense_twin(invariant(net), torch.randn(6, 2), "regression", torch.randn(6, 3))
+    first = slice(0, 10)  # the weights of the first layer
+    assert (actual - expected)[first, first].norm() / expected[first, first].norm() > 0.05
+
+
+@pytest.mark.parametrize("backend", [AugmentedGGN, AugmentedEF])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_diag_and_full_are_exact_for_any_number_of_samples(backend, likelihood):
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, 4))
+    model = li.InvariantModel(net, li.AffineImage(init=0.1), 3, generator=torch.Generator())
+    x, y = torch.randn(6, 2, 4, 5), targets(6, likelihood)
+    engine = backend(model, likelihood)
+    state = model.generator.get_state()
+    loss, full = engine.full(x, y)
+    model.generator.set_state(state)
+    _, diag = engine.diag(x, y)
+    model.generator.set_state(state)
+    outputs = model(x)
+    torch.testing.assert_close(loss, engine.factor * engine.lossfunc(outputs, y))
+    if backend is AugmentedGGN:
+        expected = ggn(model, outputs, likelihood)
+    else:
+        gradients = torch.stack([
+            torch.cat([g.flatten() for g in torch.autograd.grad(
+                engine.lossfunc(outputs[i : i + 1], y[i : i + 1]), list(model.parameters()), retain_graph=True)])
+            for i in range(6)
+        ])  # fmt: skip
+        expected = engine.factor * gradients.mT @ gradients
+        model.generator.set_state(state)
+        actual, total = engine.gradients(x, y)
+        torch.testing.assert_close(actual, gradients)
+        torch.testing.assert_close(total, engine.lossfunc(outputs, y))
+    torch.testing.assert_close(full, expected)
+    torch.testing.assert_close(diag, expected.diagonal())
+
+
+def test_jacobians_are_those_of_predictions():
+    net, x = mlp()
+    model = li.InvariantModel(net, li.AffinePoints(init=0.4), 5)
+    backend = AugmentedGGN(model, "classification")
+    jacobians, outputs = backend.jacobians(x)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs, model(x))
+    with replaying([model.augmentation.fixed(5)]):
+        torch.testing.assert_close(jacobians, parameter_jacobian(model, model(x)).detach())
+    assert not jacobians.requires_grad
+    x.requires_grad_()
+    jacobians, outputs = backend.jacobians(x, enable_backprop=True)
+    (gradient,) = torch.autograd.grad(jacobians.square().sum() + outputs.sum(), x)
+    assert gradient.abs().min() > 0
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("backend", [AugmentedGGN, AugmentedEF])
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 9, 100])
+def test_chunks_change_nothing(backend, structure, chunk_size):
+    """Five samples per input: below that, the samples of one input are split."""
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4))
+    model = li.InvariantModel(net, li.AffinePoints(init=0.4), 5, generator=torch.Generator().manual_seed(1))
+    x, y = torch.randn(6, 2), targets(6, "classification")
+
+    def run(**options):
+        model.generator.manual_seed(1)
+        loss, result = getattr(backend(model, "classification", **options), structure)(x, y, N=N)
+        tensors = [loss, *(f for fs in result.kfacs for f in fs)] if structure == "kron" else [loss, result]
+        (gradient,) = torch.autograd.grad([t.square().sum() for t in tensors], model.augmentation.eta)
+        return [*(t.detach() for t in tensors), gradient]
+
+    torch.testing.assert_close(run(chunk_size=chunk_size), run())
+
+
+def test_full_rank_is_exact_and_the_discarded_share_is_reported():
+    net, x = mlp()
+    y = targets(6, "classification")
+    exact = AugmentedGGN(net, "classification")
+    _, expected = exact.kron(x, y, N=N)
+    assert exact.discarded == 0
+    _, kron = AugmentedGGN(net, "classification", output_rank=3).kron(x, y, N=N)
+    torch.testing.assert_close(kron.to_matrix(), expected.to_matrix())
+    truncated = AugmentedGGN(net, "classification", output_rank=2)
+    _, kron = truncated.kron(x, y, N=N)
+    values = torch.linalg.eigvalsh(torch.diag_embed(p := net(x).softmax(-1)) - p.unsqueeze(2) * p.unsqueeze(1))
+    assert truncated.discarded == pytest.approx((1 - values[:, -2:].sum() / values.sum()).item())
+    assert 0 < truncated.discarded < 1
+    smaller = [f[0].trace() < e[0].trace() for f, e in zip(kron.kfacs, expected.kfacs, strict=True)]
+    assert all(smaller)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_sampled_curvature_is_unbiased(likelihood):
+    net, x = mlp()
+    y = targets(6, likelihood)
+    _, exact = AugmentedGGN(net, likelihood).diag(x, y)
+    _, sampled = AugmentedGGN(net, likelihood, stochastic=True, num_samples=4000).diag(x, y)
+    torch.testing.assert_close(sampled, exact, rtol=0.1, atol=0.02 * exact.max().item())
+    _, few = AugmentedGGN(net, likelihood, stochastic=True, num_samples=1).diag(x, y)
+    assert (few - exact).abs().max() > 0.01 * exact.max()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "match"),
+    [
+        (AugmentedGGN, {"kfac_approx": "average"}, "kfac_approx"),
+        (AugmentedGGN, {"on_unsupported": "skip"}, "on_unsupported"),
+        (AugmentedEF, {"chunk_size": 0}, "chunk_size"),
+        (AugmentedGGN, {"output_rank": 0}, "output_rank"),
+        (AugmentedGGN, {"num_samples": 0}, "num_samples"),
+        (AugmentedGGN, {"output_rank": 2, "stochastic": True}, "choose one"),
+    ],
+)
+def test_bad_options_are_refused(backend, options, match):
+    with pytest.raises(ValueError, match=match):
+        backend(mlp()[0], "classification", **options)
+
+
+def test_output_rank_is_refused_for_regression():
+    with pytest.raises(ValueError, match="regression"):
+        AugmentedGGN(mlp()[0], "regression", output_rank=2)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_input_that_is_not_finite_is_refused(structure, value):
+    net, x = mlp()
+    x[3, 1] = value
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        getattr(AugmentedGGN(net, "classification"), structure)(x, targets(6, "classification"), N=N)
+
+
+def test_unknown_arguments_are_refused():
+    net, x = mlp()
+    with pytest.raises(TypeError, match="backend_kwargs"):
+        AugmentedGGN(net, "classification").kron(x, targets(6, "classification"), N=N, mc_samples=3)
