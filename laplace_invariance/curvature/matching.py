@@ -103,9 +103,11 @@ def _unexplained(result: Match, forward: Callable[[Tensor], Tensor], x: Tensor) 
         if outputs.ndim != 2:
             raise ValueError(f"the model must return [batch, outputs], got shape {list(outputs.shape)}")
         result.n_outputs = outputs.shape[-1]
-        result.size = sum(call.output.numel() for call in calls) // len(outputs)
+        result.size = sum(call.output.numel() for call in calls) // len(outputs) + 1
         direction = torch.sin(torch.arange(1, outputs.shape[-1] + 1).to(outputs))
         indices = sorted(result.blocks)
+        if not indices:
+            return []
         tensors = [result.parameters[index] for index in indices]
         truth = [
             torch.autograd.grad(row, tensors, direction, retain_graph=True, allow_unused=True, materialize_grads=True)

@@ -1,0 +1,418 @@
+"""Architectures: what kron covers, what it refuses with a clear error, and the exact diagonal as a way out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from laplace import Laplace
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from twins import block_diagonal, central_differences, ggn, relative_error
+
+import laplace_invariance as li
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+
+CLASSES = 3
+
+
+class Residual(nn.Module):
+    """As in torchvision: batch norm, in-place ReLU, in-place addition."""
+
+    def __init__(self, n, inplace=True):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(n, n, 3, padding=1, bias=False), nn.Conv2d(n, n, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(n), nn.BatchNorm2d(n)
+        self.relu = nn.ReLU(inplace=inplace)
+        self.inplace = inplace
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        if self.inplace:
+            y += x
+        else:
+            y = y + x
+        return self.relu(y)
+
+
+def resnet(inplace=True):
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=inplace), Residual(4, inplace), Residual(4, inplace),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES),
+    )  # fmt: skip
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.normal_(module.weight)
+    return net, torch.randn(7, 1, 6, 6)
+
+
+def layer_norm_mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, CLASSES)), torch.randn(7, 1, 6, 6)
+
+
+def grouped():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES))
+    return net, torch.randn(7, 1, 6, 6)
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads, fused):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.fused = heads, fused
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Transformer(nn.Module):
+    def __init__(self, fused=True, width=8):
+        super().__init__()
+        self.patch = nn.Conv2d(1, width, 2, stride=2)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, 2, fused)
+        self.mlp = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width))
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).mT
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return self.head(x.mean(1))
+
+
+def transformer():
+    return Transformer(), torch.randn(7, 1, 6, 6)
+
+
+class Twice(nn.Module):
+    """A Linear that is used twice in a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(36, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.last(self.shared(torch.tanh(self.shared(self.first(x.flatten(1)).tanh()))).tanh())
+
+
+def twice():
+    return Twice(), torch.randn(7, 1, 6, 6)
+
+
+class Frames(nn.Module):
+    """Moves a position axis into the batch before it calls its layers, as models of video do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(1, 2, 3), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1).flatten(0, 1).unsqueeze(1)  # [n * channels * height, 1, width]
+        return self.head(self.conv(rows).tanh().flatten(1)).view(len(x), -1, CLASSES).mean(1)
+
+
+def frames():
+    return Frames(), torch.randn(7, 1, 6, 6)
+
+
+MODELS = [resnet, layer_norm_mlp, grouped, transformer, twice, frames]
+
+
+def invariant(net, **kwargs):
+    return li.InvariantModel(net, li.AffineImage(init=0.05, **kwargs), 3, generator=torch.Generator())
+
+
+def laplace_of(model, x, structure="kron", backend=AugmentedGGN, **options):
+    model.generator.manual_seed(1)
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=generator)), batch_size=4)
+    la = Laplace(
+        model, "classification", subset_of_weights="all", hessian_structure=structure, backend=backend, backend_kwargs=options
+    )
+    la.fit(loader)
+    return la
+
+
+@pytest.mark.parametrize("backend", [AugmentedGGN, AugmentedEF])
+@pytest.mark.parametrize("build", MODELS)
+def test_kron_fits_and_differentiates(build, backend):
+    net, x = build()
+    model = invariant(net)
+
+    def evidence():
+        return laplace_of(model, x, backend=backend).log_marginal_likelihood()
+
+    evidence().backward()
+    eta = model.augmentation.eta
+    assert relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_full_is_the_dense_ggn(build):
+    net, x = build()
+    model = invariant(net).eval()
+    y = torch.randint(CLASSES, (len(x),))
+    model.generator.manual_seed(1)
+    _, full = AugmentedGGN(model, "classification").full(x, y)
+    model.generator.manual_seed(1)
+    expected = ggn(model, model(x), "classification")
+    torch.testing.assert_close(full, expected.detach())
+
+
+def test_in_place_layers_change_nothing():
+    torch.manual_seed(3)
+    net, x = resnet(inplace=True)
+    torch.manual_seed(3)
+    twin, _ = resnet(inplace=False)
+    ours, expected = laplace_of(invariant(net), x), laplace_of(invariant(twin), x)
+    torch.testing.assert_close(ours.log_marginal_likelihood(), expected.log_marginal_likelihood())
+
+
+def test_norms_are_exact_blocks():
+    net, x = layer_norm_mlp()
+    model = invariant(net)
+    y = torch.randint(CLASSES, (len(x),))
+    model.generator.manual_seed(1)
+    _, kron = AugmentedGGN(model, "classification").kron(x, y, N=len(x))
+    model.generator.manual_seed(1)
+    expected = block_diagonal(ggn(model, model(x), "classification"), model)
+    at = 36 * 5 + 5
+    torch.testing.assert_close(kron.kfacs[2][0].detach(), expected[at : at + 5, at : at + 5].detach())
+    torch.testing.assert_close(kron.kfacs[3][0].detach(), expected[at + 5 : at + 10, at + 5 : at + 10].detach())
+
+
+def test_calls_are_further_positions():
+    """One Linear at R positions, or R calls of it: the same factors."""
+    torch.manual_seed(5)
+    linear, head = nn.Linear(3, 4), nn.Linear(8, CLASSES)
+
+    class Calls(nn.Module):
+        def __init__(self, separately):
+            super().__init__()
+            self.linear, self.head, self.separately = linear, head, separately
+
+        def forward(self, x):  # [n, 2, 3]
+            y = torch.stack([self.linear(x[:, 0]), self.linear(x[:, 1])], 1) if self.separately else self.linear(x)
+            return self.head(y.tanh().flatten(1))
+
+    x, y = torch.randn(5, 2, 3), torch.randint(CLASSES, (5,))
+    results = [AugmentedGGN(Calls(s), "classification").kron(x, y, N=5)[1].to_matrix() for s in (True, False)]
+    torch.testing.assert_close(*results)
+
+
+def test_tied_modules_of_one_kind_are_further_positions():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight, second.bias = first.weight, first.bias
+    net = nn.Sequential(first, nn.Tanh(), second, nn.Linear(4, CLASSES))
+    x, y = torch.randn(5, 4), torch.randint(CLASSES, (5,))
+    _, full = AugmentedGGN(net, "classification").full(x, y)
+    torch.testing.assert_close(full, ggn(net, net(x), "classification").detach())
+    assert len(AugmentedGGN(net, "classification").kron(x, y, N=5)[1]) == 4
+
+
+def test_embedding():
+    net = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(12, CLASSES))
+    x, y = torch.randint(6, (5, 4)), torch.randint(CLASSES, (5,))
+    backend = AugmentedGGN(net, "classification")
+    _, full = backend.full(x, y)
+    torch.testing.assert_close(full, ggn(net, net(x), "classification").detach())
+    _, kron = backend.kron(x, y, N=5)
+    assert [f.shape[0] for f in kron.kfacs[0]] == [6, 3]
+    counts = torch.bincount(x.flatten(), minlength=6)
+    torch.testing.assert_close(kron.kfacs[0][0], torch.diag(counts) / 5.0)
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)
+    la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la.fit(loader)
+    assert torch.isfinite(la.log_marginal_likelihood())
+
+
+class Sequence(nn.Module):
+    """A recurrent or attention layer of torch, which has no rule."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        if kind == "lstm":
+            self.layer = nn.LSTM(6, 4, batch_first=True)
+        else:
+            self.layer = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(4 if kind == "lstm" else 6, CLASSES)
+
+    def forward(self, x):
+        x = x.squeeze(1)
+        y = self.layer(x)[0] if self.kind == "lstm" else self.layer(x, x, x, need_weights=False)[0]
+        return self.head(y.mean(1))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_layers_without_a_rule_are_refused_by_name(kind):
+    x, y = torch.randn(3, 1, 5, 6), torch.randint(CLASSES, (3,))
+    with pytest.raises(NotImplementedError) as error:
+        AugmentedGGN(invariant(Sequence(kind)), "classification").kron(x, y, N=3)
+    message = str(error.value)
+    assert ("net.layer.weight_ih_l0" if kind == "lstm" else "net.layer.in_proj_weight") in message
+    assert ("LSTM has no rule" if kind == "lstm" else "MultiheadAttention has no rule") in message
+    assert "net.head.weight" not in message
+    assert "on_unsupported" in message
+    assert "register_rule" in message
+
+
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_exact_diagonal_is_counted_in_the_evidence(kind):
+    net, x = Sequence(kind), torch.randn(3, 1, 5, 6)
+    model = invariant(net)
+    model.generator.manual_seed(1)
+    _, kron = AugmentedGGN(model, "classification", on_unsupported="diag").kron(x, torch.randint(CLASSES, (3,)), N=3)
+    model.generator.manual_seed(1)
+    expected = ggn(model, model(x), "classification").diagonal()
+    sizes = [p.numel() for p in net.parameters()]
+    diagonal = torch.cat([f[0] for f in kron.kfacs[:-2]])
+    torch.testing.assert_close(diagonal.detach(), expected[: sum(sizes[:-2])].detach())
+    assert [f[0].ndim for f in kron.kfacs] == [1] * (len(sizes) - 2) + [2, 2]
+
+    def evidence():
+        return laplace_of(model, x, on_unsupported="diag").log_marginal_likelihood()
+
+    evidence().backward()
+    eta = model.augmentation.eta
+    assert relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_diag_and_full_need_no_rule(structure):
+    net, x = Sequence("lstm"), torch.randn(3, 1, 5, 6)
+    model = invariant(net)
+    la = laplace_of(model, x, structure)
+    model.generator.manual_seed(1)
+    expected = ggn(model, model(x), "classification").detach()
+    torch.testing.assert_close(la.H.detach(), expected if structure == "full" else expected.diagonal())
+
+
+class Tied(nn.Module):
+    """A weight that two kinds of module share."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.embedding(x).mean(1))
+
+
+def test_parameter_shared_by_two_kinds_is_refused_and_exact_as_diagonal():
+    net, x, y = Tied(), torch.randint(5, (4, 2)), torch.randint(5, (4,))
+    with pytest.raises(NotImplementedError, match=r"embedding\.weight \(Embedding\) and head\.weight \(Linear\)"):
+        AugmentedGGN(net, "classification").kron(x, y, N=4)
+    _, kron = AugmentedGGN(net, "classification", on_unsupported="diag").kron(x, y, N=4)
+    torch.testing.assert_close(kron.kfacs[0][0], ggn(net, net(x), "classification").diagonal().detach())
+
+
+class Functional(nn.Module):
+    """Uses a layer's weight outside of the layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(F.linear(self.linear(x).tanh(), self.linear.weight))
+
+
+def test_weight_used_outside_its_layer_is_found_out():
+    x, y = torch.randn(4, 4), torch.randint(CLASSES, (4,))
+    with pytest.raises(NotImplementedError, match=r"linear\.weight.*calls of linear do not explain"):
+        AugmentedGGN(Functional(), "classification").kron(x, y, N=4)
+
+
+class TimeFirst(nn.Module):
+    """Puts another axis before the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.head = nn.Linear(3, 3), nn.Linear(3, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.linear(x.transpose(0, 1)).tanh().mean(0))
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_batch_must_come_first(length):
+    x, y = torch.randn(4, length, 3), torch.randint(CLASSES, (4,))
+    with pytest.raises(NotImplementedError, match=r"linear\.weight.*first axis"):
+        AugmentedGGN(TimeFirst(), "classification").kron(x, y, N=4)
+
+
+class Five(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.five = nn.Parameter(torch.randn(2, 1, 1, 1, 3))
+        self.head = nn.Linear(2, CLASSES)
+
+    def forward(self, x):
+        return self.head(x @ self.five.view(2, 3).mT)
+
+
+def test_parameter_of_five_axes_is_refused_by_name():
+    x, y = torch.randn(4, 3), torch.randint(CLASSES, (4,))
+    with pytest.raises(NotImplementedError, match=r"five \[2, 1, 1, 1, 3\]: Five has no rule"):
+        AugmentedGGN(Five(), "classification").kron(x, y, N=4)
+    with pytest.raises(ValueError, match="Invalid parameter shape"):  # laplace-torch itself, before it asks the backend
+        Laplace(Five(), "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+
+
+def test_batch_norm_in_training_mode_is_refused():
+    net, x = resnet()
+    with pytest.raises(NotImplementedError, match=r"call model\.eval\(\)"):
+        AugmentedGGN(net, "classification").kron(x, torch.randint(CLASSES, (7,)), N=7)
+
+
+def test_frozen_parameters_are_left_out():
+    net, x = layer_norm_mlp()
+    net[1].requires_grad_(False)
+    model = invariant(net)
+    la = laplace_of(model, x)
+    assert la.n_params == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    la.log_marginal_likelihood().backward()
+    assert model.augmentation.eta.grad.abs().max() > 0
+
+
+def test_layer_that_is_not_called_has_zero_curvature():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, CLASSES), nn.Linear(2, 4)
+
+        def forward(self, x):
+            return self.used(x)
+
+    net, x, y = Unused(), torch.randn(5, 3), torch.randint(CLASSES, (5,))
+    _, kron = AugmentedGGN(net, "classification").kron(x, y, N=5)
+    assert [f.shape[0] for fs in kron.kfacs for f in fs] == [3, 3, 3, 4, 2, 4]
+    assert all(f.abs().max() == 0 for fs in kron.kfacs[2:] for f in fs)
+    _, diagonal = AugmentedGGN(net, "classification").diag(x, y)
+    assert diagonal[12:].abs().max() == 0
+
+
+def test_model_is_left_as_it_was():
+    net, x = resnet()
+    model = invariant(net).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _, kron = AugmentedGGN(model, "classification").kron(x, torch.randint(CLASSES, (7,)), N=7)
+    kron.kfacs[0][0].sum().backward()
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_outputs_must_be_a_matrix():
+    net = nn.Sequential(nn.Linear(3, CLASSES))
+    with pytest.raises(ValueError, match=r"\[batch, outputs\]"):
+        AugmentedGGN(net, "regression").kron(torch.randn(4, 2, 3), torch.randn(4, 2, CLASSES), N=4)
