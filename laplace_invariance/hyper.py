@@ -136,9 +136,7 @@ class Learner:
                 "the model has no hyperparameter that requires grad, so there is nothing to learn; wrap the network in "
                 "InvariantModel(net, augmentation), or register one with Hyperparameterised.register_hyperparameter"
             )
-        self._optimizers = {
-            name: optimizer([tensor], lr=lr, **optimizer_kwargs) for name, _, tensor in self._owned
-        }
+        self._optimizers = {name: optimizer([tensor], lr=lr, **optimizer_kwargs) for name, _, tensor in self._owned}
         self._handles: list[Any] = []
         self.steps = dict.fromkeys(self._optimizers, 0)
         self.skipped = dict.fromkeys(self._optimizers, 0)
@@ -152,7 +150,9 @@ class Learner:
             self.steps[name] += 1
         else:
             self.skipped[name] += 1
-            logger.warning("gradient of hyperparameter %s is not finite, step skipped (%d so far)", name, self.skipped[name])
+            logger.warning(
+                "gradient of hyperparameter %s is not finite, step skipped (%d so far)", name, self.skipped[name]
+            )
         tensor.grad = None
         self.history[name].append(tensor.detach().cpu().clone())
 
@@ -195,5 +195,3 @@ def learning(
         **optimizer_kwargs: further arguments of ``optimizer``.
     """
     return Learner(model, lr, optimizer, **optimizer_kwargs)
-
-

@@ -84,7 +84,9 @@ class InvariantModel(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(augmentation, Augmentation):
-            raise TypeError(f"augmentation must be a laplace_invariance.Augmentation, got {type(augmentation).__name__}")
+            raise TypeError(
+                f"augmentation must be a laplace_invariance.Augmentation, got {type(augmentation).__name__}"
+            )
         self.net = net
         self.augmentation = augmentation
         self.n_samples = check_n_samples(n_samples)

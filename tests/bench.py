@@ -158,7 +158,9 @@ def fresh(call: str) -> object:
     """Evaluate an expression of this module in a fresh process with the allocator set, and return its value."""
     code = f"import sys, json, warnings; warnings.simplefilter('ignore'); sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     code += f"import bench; print('RESULT ' + json.dumps(bench.{call}))"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise RuntimeError(f"{call} failed:\n{done.stderr}")
@@ -189,7 +191,12 @@ def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int,
         rows.append(row)
     memories = [[label, *(f"{megabytes[(*cell, label)]:.0f}" for cell in cells)] for label in labels]
     return "\n\n".join(
-        ["Time, as a multiple of one forward + backward:", table(header, rows), "Peak memory above the start, MB:", table(header, memories)]
+        [
+            "Time, as a multiple of one forward + backward:",
+            table(header, rows),
+            "Peak memory above the start, MB:",
+            table(header, memories),
+        ]
     )
 
 

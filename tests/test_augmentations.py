@@ -71,7 +71,9 @@ def test_points_rotate_counter_clockwise_and_scale():
         rotation.apply(torch.tensor([[1.0, 0.0]]), unit(rotation, "rotation"))[0, 0], torch.tensor([0.0, 1.0])
     )
     scale = li.AffinePoints(init={"x_scale": math.log(2)})
-    torch.testing.assert_close(scale.apply(torch.tensor([[3.0, 1.0]]), unit(scale, "x_scale"))[0, 0], torch.tensor([6.0, 1.0]))
+    torch.testing.assert_close(
+        scale.apply(torch.tensor([[3.0, 1.0]]), unit(scale, "x_scale"))[0, 0], torch.tensor([6.0, 1.0])
+    )
     about_z = li.AffinePoints(3, init={"z_rotation": math.pi / 2})
     rotated = about_z.apply(torch.tensor([[1.0, 0.0, 5.0]]), unit(about_z, "z_rotation"))
     torch.testing.assert_close(rotated[0, 0], torch.tensor([0.0, 1.0, 5.0]))

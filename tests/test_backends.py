@@ -78,7 +78,9 @@ def test_where_stock_backends_differ_on_convolutions(likelihood):
     """Weights: KFAC-expand with 1 / R on G, as Curvlinops and ASDL. Bias: the exact block, as BackPACK."""
     net, x = cnn()
     y = targets(6, likelihood)
-    results = {b: curvature(b, net, likelihood, "kron", x, y)[1] for b in (AugmentedGGN, CurvlinopsGGN, BackPackGGN, AsdlGGN)}
+    results = {
+        b: curvature(b, net, likelihood, "kron", x, y)[1] for b in (AugmentedGGN, CurvlinopsGGN, BackPackGGN, AsdlGGN)
+    }
     ours = results[AugmentedGGN]
     for same in (CurvlinopsGGN, AsdlGGN):
         torch.testing.assert_close(ours[0], results[same][0])
@@ -167,7 +169,9 @@ def test_not_exact_elsewhere():
 @pytest.mark.parametrize("backend", [AugmentedGGN, AugmentedEF])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_diag_and_full_are_exact_for_any_number_of_samples(backend, likelihood):
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, 4))
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, 4)
+    )
     model = li.InvariantModel(net, li.AffineImage(init=0.1), 3, generator=torch.Generator())
     x, y = torch.randn(6, 2, 4, 5), targets(6, likelihood)
     engine = backend(model, likelihood)

@@ -13,7 +13,11 @@ import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
 from laplace_invariance.hyper import differentiable
 
-STRUCTURES, BACKENDS, LIKELIHOODS = ("kron", "diag", "full"), (AugmentedGGN, AugmentedEF), ("classification", "regression")
+STRUCTURES, BACKENDS, LIKELIHOODS = (
+    ("kron", "diag", "full"),
+    (AugmentedGGN, AugmentedEF),
+    ("classification", "regression"),
+)
 CLASSES, SAMPLES = 3, 4
 
 
@@ -64,7 +68,9 @@ def test_gradient_equals_central_differences(data, likelihood, backend, structur
     assert relative_error(eta.grad, central_differences(evidence, eta, step)) < tolerance
 
 
-@pytest.mark.parametrize("options", [{"correlated": True}, {"constraint": "softplus"}, {"constraint": "tanh"}, {"draws": "sobol"}])
+@pytest.mark.parametrize(
+    "options", [{"correlated": True}, {"constraint": "softplus"}, {"constraint": "tanh"}, {"draws": "sobol"}]
+)
 def test_gradient_of_every_parametrisation(options):
     model, x = points(**options)
     if "correlated" in options:
@@ -95,7 +101,9 @@ def test_gradient_of_group_weights(structure):
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("options", [{"stochastic": True, "num_samples": 2}, {"kfac_approx": "reduce"}, {"chunk_size": 3}])
+@pytest.mark.parametrize(
+    "options", [{"stochastic": True, "num_samples": 2}, {"kfac_approx": "reduce"}, {"chunk_size": 3}]
+)
 def test_gradient_with_every_option(options, likelihood):
     model, x = images()
     loader, eta = loader_of(x, likelihood), model.augmentation.eta
@@ -180,7 +188,9 @@ def test_checkpointed_equals_one_big_graph(data, likelihood, structure):
 
 def test_evidence_equals_the_closed_form_of_a_linear_gaussian_model():
     """Full curvature of a linear model: the evidence is the density of y under N(0, s^2 I + Phi Phi^T / d)."""
-    model = li.InvariantModel(nn.Linear(2, 1, bias=False), li.AffinePoints(init=0.3), SAMPLES, generator=torch.Generator())
+    model = li.InvariantModel(
+        nn.Linear(2, 1, bias=False), li.AffinePoints(init=0.3), SAMPLES, generator=torch.Generator()
+    )
     x = torch.randn(9, 2)
     y = torch.randn(9, 1)
     loader = DataLoader(TensorDataset(x, y), batch_size=9)

@@ -41,7 +41,9 @@ def test_is_not_a_parameter_but_in_the_state(model):
     assert next(li.hyperparameters(model)) is model[1].scale
 
 
-@pytest.mark.parametrize("move", [lambda m: m.to(torch.float32), lambda m: m.float(), lambda m: m.half(), lambda m: m.double()])
+@pytest.mark.parametrize(
+    "move", [lambda m: m.to(torch.float32), lambda m: m.float(), lambda m: m.half(), lambda m: m.double()]
+)
 def test_keeps_identity_through_casts(model, move):
     scale, order = model[1].scale, list(model.state_dict())
     dtype = next(move(model).parameters()).dtype

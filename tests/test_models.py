@@ -47,11 +47,15 @@ def resnet(inplace=True):
 
 
 def layer_norm_mlp():
-    return nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, CLASSES)), torch.randn(7, 1, 6, 6)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, CLASSES)
+    ), torch.randn(7, 1, 6, 6)
 
 
 def grouped():
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES))
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES)
+    )
     return net, torch.randn(7, 1, 6, 6)
 
 
@@ -63,10 +67,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v)
-        else:
-            y = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        y = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -133,7 +134,12 @@ def laplace_of(model, x, structure="kron", backend=AugmentedGGN, **options):
     generator = torch.Generator().manual_seed(0)
     loader = DataLoader(TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=generator)), batch_size=4)
     la = Laplace(
-        model, "classification", subset_of_weights="all", hessian_structure=structure, backend=backend, backend_kwargs=options
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        backend=backend,
+        backend_kwargs=options,
     )
     la.fit(loader)
     return la

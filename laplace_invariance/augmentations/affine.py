@@ -118,7 +118,9 @@ class AffinePoints(LieGroup):
     def act(self, x: Tensor, matrices: Tensor) -> Tensor:
         d = self.dimensions
         if x.ndim not in (2, 3) or x.shape[-1] != d:
-            raise ValueError(f"AffinePoints(dimensions={d}) transforms [n, {d}] or [n, points, {d}], got shape {list(x.shape)}")
+            raise ValueError(
+                f"AffinePoints(dimensions={d}) transforms [n, {d}] or [n, points, {d}], got shape {list(x.shape)}"
+            )
         matrices = matrices.to(x.dtype)
         points = x.view(len(x), 1, -1, d) @ matrices[..., :d, :d].mT + matrices[..., :d, d].unsqueeze(-2)
         return points if x.ndim == 3 else points.squeeze(2)

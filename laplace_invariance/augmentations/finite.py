@@ -46,7 +46,9 @@ class FiniteGroup(Augmentation):
         for name in names:
             if name not in ELEMENTS or name == "identity":
                 known = ", ".join([*GROUPS, *GROUPS["all"]])
-                raise ValueError(f"FiniteGroup has no element {name!r}; choose from {known} (the identity is always there)")
+                raise ValueError(
+                    f"FiniteGroup has no element {name!r}; choose from {known} (the identity is always there)"
+                )
         if init < 0:
             raise ValueError(f"init must not be negative, got {init}")
         self.names = ("identity", *dict.fromkeys(names))

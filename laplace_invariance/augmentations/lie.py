@@ -87,7 +87,9 @@ class LieGroup(Augmentation):
         names = (names,) if isinstance(names, str) else tuple(names)
         for name in names:
             if name not in self.names:
-                raise ValueError(f"{type(self).__name__} has no generator {name!r}; choose from {', '.join(self.names)}")
+                raise ValueError(
+                    f"{type(self).__name__} has no generator {name!r}; choose from {', '.join(self.names)}"
+                )
         return tuple(sorted(self.names.index(name) for name in names))
 
     def _initial(self, init: float | Sequence[float] | Mapping[str, float] | Tensor) -> Tensor:
@@ -101,7 +103,9 @@ class LieGroup(Augmentation):
             if values.ndim == 0:  # one number: the range of what is learnt
                 values = values * self.learnt_mask
             if values.shape != (k,):
-                raise ValueError(f"init must be one number or {k}, for {', '.join(self.names)}; got {list(values.shape)}")
+                raise ValueError(
+                    f"init must be one number or {k}, for {', '.join(self.names)}; got {list(values.shape)}"
+                )
         if not torch.isfinite(values).all():
             raise ValueError(f"init must be finite, got {values.tolist()}")
         return values
@@ -117,7 +121,9 @@ class LieGroup(Augmentation):
         if self.constraint == "tanh":
             bounds = self._bounds()
             if (values.abs() >= bounds).any():
-                raise ValueError(f"init must be below {bounds.tolist()} in magnitude for constraint='tanh', got {values.tolist()}")
+                raise ValueError(
+                    f"init must be below {bounds.tolist()} in magnitude for constraint='tanh', got {values.tolist()}"
+                )
             return bounds * torch.atanh(values / bounds)
         return values
 

@@ -140,7 +140,9 @@ class Trace:
         """
         folded: list[list[Tensor]] = [[] for _ in self.calls]
         exact: dict[int, list[Tensor]] = {}
-        rows = [[(i, b, b.a(call.x)) for i, b in call.blocks if b.elementwise and b.a is not None] for call in self.calls]
+        rows = [
+            [(i, b, b.a(call.x)) for i, b in call.blocks if b.elementwise and b.a is not None] for call in self.calls
+        ]
         for column in columns:
             gradients, products = self._backpropagate(column)
             for call, call_rows, gradient, sums in zip(self.calls, rows, gradients, folded, strict=True):

@@ -14,7 +14,9 @@ from laplace_invariance.hyper import differentiable
 __all__ = ["ChunkedTrace"]
 
 Run = Callable[..., Trace]  # run(create_graph=...)
-Evaluate = Callable[[Trace, Tensor | None], dict[int, Tensor]]  # of a part's trace and a column to backpropagate, if any
+Evaluate = Callable[
+    [Trace, Tensor | None], dict[int, Tensor]
+]  # of a part's trace and a column to backpropagate, if any
 
 
 class ChunkedTrace:
@@ -41,13 +43,13 @@ class ChunkedTrace:
 
     def averaged_gradients(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
         """As :meth:`Trace.averaged_gradients`."""
-        return _join([self._sum(lambda trace, column: trace.averaged_gradients([column]), column) for column in columns])
+        return _join(
+            [self._sum(lambda trace, column: trace.averaged_gradients([column]), column) for column in columns]
+        )
 
     def jacobian_columns(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
         """As :meth:`Trace.jacobian_columns`."""
-        return _join(
-            [self._sum(lambda trace, column: trace.jacobian_columns([column]), column) for column in columns]
-        )
+        return _join([self._sum(lambda trace, column: trace.jacobian_columns([column]), column) for column in columns])
 
     def _sum(self, evaluate: Evaluate, column: Tensor | None = None) -> dict[int, Tensor]:
         """Sum ``evaluate(trace, column)`` over the parts, differentiably in hyperparameters and column."""
@@ -58,9 +60,7 @@ class ChunkedTrace:
         return totals
 
 
-def _term(
-    part: Run, evaluate: Evaluate, hyper: list[Tensor], column: Tensor | None
-) -> dict[int, Tensor]:
+def _term(part: Run, evaluate: Evaluate, hyper: list[Tensor], column: Tensor | None) -> dict[int, Tensor]:
     keys: list[int] = []
 
     def forward() -> list[Tensor]:
@@ -77,7 +77,9 @@ def _term(
         if not pairs:
             return [None] * len(inputs)
         tensors, weights = zip(*pairs, strict=True)
-        gradients = iter(torch.autograd.grad(tensors, [i for i in inputs if i.requires_grad], weights, allow_unused=True))
+        gradients = iter(
+            torch.autograd.grad(tensors, [i for i in inputs if i.requires_grad], weights, allow_unused=True)
+        )
         return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
 
     inputs = [*hyper, *([] if column is None else [column])]

@@ -37,7 +37,9 @@ class DifferentiableKron(Kron):
     def decompose(self, damping: bool = False) -> DifferentiableKronDecomposed:
         """Decompose every factor once; the decomposition keeps the factors, which carry the gradient."""
         if damping:
-            raise NotImplementedError("damping=True is not supported: stock laplace-torch ignores it after decomposition, too")
+            raise NotImplementedError(
+                "damping=True is not supported: stock laplace-torch ignores it after decomposition, too"
+            )
         decompositions = [[_eigh(factor) for factor in factors] for factors in self.kfacs]
         values = [[value for value, _ in pairs] for pairs in decompositions]
         vectors = [[vector for _, vector in pairs] for pairs in decompositions]
@@ -176,7 +178,9 @@ class DifferentiableKronDecomposed(KronDecomposed):
 
     def logdet(self) -> Tensor:
         """Return ``sum_l log det(s G_l (x) A_l + d_l I)``."""
-        blocks = zip(self.deltas.expand(len(self)), self.unscaled_eigenvalues, self.eigenvectors, self.factors, strict=True)
+        blocks = zip(
+            self.deltas.expand(len(self)), self.unscaled_eigenvalues, self.eigenvectors, self.factors, strict=True
+        )
         return sum(_LogDet.apply(self.scale, delta, values, vectors, *fs) for delta, values, vectors, fs in blocks)
 
     def spectra(self, exponent: float = 1) -> list[Tensor]:
@@ -184,7 +188,7 @@ class DifferentiableKronDecomposed(KronDecomposed):
         values = zip(self.unscaled_eigenvalues, self.deltas.expand(len(self)), strict=True)
         return [torch.pow(_outer(v) * self.scale + delta, exponent) for v, delta in values]
 
-    def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:  # noqa: N803 (laplace's name)
+    def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         batch, k, total = W.shape
         rows = W.reshape(batch * k, total)
         spectra = self.spectra(exponent)

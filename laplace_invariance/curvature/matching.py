@@ -45,7 +45,8 @@ class Match:
     def complaint(self) -> str:
         """Say which parameters lack Kronecker curvature, why, and what to do."""
         lines = [
-            f"  {entry.name} {list(entry.parameter.shape)}: {entry.reason}" for _, entry in sorted(self.unsupported.items())
+            f"  {entry.name} {list(entry.parameter.shape)}: {entry.reason}"
+            for _, entry in sorted(self.unsupported.items())
         ]
         return "\n".join(
             [

@@ -195,7 +195,9 @@ class _AugmentedCurvature(CurvatureInterface):
             for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
                 with replaying(tape), differentiable(), self._twice_differentiable():
                     terms = outputs(chunk, target, create_graph=True)
-                    pairs = [(t, c) for t, c in zip(terms, cotangents, strict=True) if c is not None and t.requires_grad]
+                    pairs = [
+                        (t, c) for t, c in zip(terms, cotangents, strict=True) if c is not None and t.requires_grad
+                    ]
                     if pairs:
                         terms, weights = zip(*pairs, strict=True)
                         gradients = torch.autograd.grad(terms, hyper, weights, allow_unused=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -173,7 +172,9 @@ def _affine_of_norm(
 def batch_norm(module: nn.modules.batchnorm._BatchNorm) -> Iterable[Block]:
     """With the statistics of evaluation, an affine map per channel."""
     if module.training or not module.track_running_stats:
-        raise NotImplementedError("batch statistics tie the inputs of a batch together; call model.eval() with running statistics")
+        raise NotImplementedError(
+            "batch statistics tie the inputs of a batch together; call model.eval() with running statistics"
+        )
     return _affine_of_norm(
         module,
         lambda x: F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps),
@@ -243,7 +244,9 @@ def coverage(model: nn.Module) -> list[Coverage]:
         reason = None
         kinds = {(type(module), name) for _, module, name in owners[id(parameter)]}
         if len(kinds) > 1:
-            where = " and ".join(f"{path or 'model'}.{name} ({type(m).__name__})" for path, m, name in owners[id(parameter)])
+            where = " and ".join(
+                f"{path or 'model'}.{name} ({type(m).__name__})" for path, m, name in owners[id(parameter)]
+            )
             reason = f"shared by modules of different kinds: {where}"
         for _, module, name in owners[id(parameter)]:
             blocks = blocks_of(module)
@@ -278,7 +281,9 @@ class ModelReport:
             shape = " x ".join(map(str, row.parameter.shape)) or "scalar"
             cells.append((row.name, shape, type(row.modules[0][1]).__name__, verdict))
         widths = [max(len(line[i]) for line in cells) for i in range(3)]
-        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in cells)
+        return "\n".join(
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in cells
+        )
 
     __repr__ = __str__
 

@@ -1,0 +1,40 @@
+# Every target sets itself up: a virtual environment in .venv, the package installed in it.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)  ## learn a range of rotations in under a minute; the figure goes to demo/
+	$(BIN)/laplace-invariance demo points --out demo
+
+test: $(READY)  ## run the tests, a few minutes on two cores
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)  ## run the slow tests as well
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+lint: $(READY)  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks.md
+	$(BIN)/python tests/bench.py --write
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

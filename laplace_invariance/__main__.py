@@ -1,0 +1,3 @@
+from laplace_invariance.cli import main
+
+main()

@@ -1,0 +1,158 @@
+"""The package as a whole: who imports whom, the README's program, the command line."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from laplace_invariance import __version__, cli, datasets, demos
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "laplace_invariance"
+
+# module -> what of the package it may import
+ARROWS = {
+    "hyper": set(),
+    "augmentations.base": {"hyper"},
+    "augmentations.lie": {"augmentations.base"},
+    "augmentations.affine": {"augmentations.lie"},
+    "augmentations.finite": {"augmentations.base"},
+    "augmentations": {"augmentations.base", "augmentations.lie", "augmentations.affine", "augmentations.finite"},
+    "invariant": {"augmentations.base"},
+    "curvature.rules": set(),
+    "curvature.kfac": set(),
+    "curvature.kron": set(),
+    "curvature.checkpoint": set(),
+    "curvature.shortcuts": set(),
+    "curvature.capture": {"curvature", "curvature.kfac", "curvature.rules", "invariant"},
+    "curvature.chunked": {"curvature.capture", "curvature.checkpoint", "hyper"},
+    "curvature.matching": {"curvature.capture", "curvature.rules", "invariant"},
+    "curvature.native": {
+        "curvature", "curvature.capture", "curvature.checkpoint", "curvature.chunked", "curvature.kron", "curvature.matching",
+        "curvature.shortcuts", "hyper", "invariant",
+    },
+    "curvature": {"curvature.kron", "curvature.native", "curvature.rules"},
+    "datasets": set(),
+    "plots": set(),
+    "demos": {"", "augmentations", "curvature", "datasets", "hyper", "invariant"},
+    "cli": {""},
+    "__main__": {"cli"},
+    "": {"", "augmentations", "hyper", "invariant"},
+}  # fmt: skip
+
+
+def imports_of(path):
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "laplace_invariance":
+            found.add(node.module.removeprefix("laplace_invariance").removeprefix("."))
+        elif isinstance(node, ast.Import):
+            found.update(a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "laplace_invariance")
+    return found
+
+
+def name_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_follow_the_arrows(path):
+    assert imports_of(path) <= ARROWS[name_of(path)]
+
+
+def test_works_without_optional_packages():
+    code = """
+import sys
+import laplace  # torchmetrics, below it, takes matplotlib if it is installed
+for name in [m for m in sys.modules if m.split(".")[0] in ("matplotlib", "sklearn")]:
+    del sys.modules[name]
+sys.modules["matplotlib"] = sys.modules["sklearn"] = None
+import laplace_invariance.cli, laplace_invariance.demos
+laplace_invariance.cli.main(["demo", "points"])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'laplace-invariance[plots]'" in done.stderr
+
+
+def programs():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def test_the_program_of_the_readme_runs_and_learns(capsys):
+    torch.set_default_dtype(torch.float32)
+    (program,) = [p for p in programs() if "rotated_shapes" in p]
+    assert len([line for line in program.splitlines() if line.strip()]) < 30
+    exec(compile(program, "README.md", "exec"), {})
+    degrees = float(re.search(r"±([\d.]+) degrees", capsys.readouterr().out)[1])
+    assert 100 < degrees < 145
+
+
+def test_the_table_of_the_readme_is_what_check_model_prints():
+    from torch import nn
+
+    from laplace_invariance.curvature import check_model
+
+    torch.set_default_dtype(torch.float32)
+    table = str(check_model(nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))))
+    assert table in (ROOT / "README.md").read_text()
+
+
+def test_shapes_are_labelled_by_how_far_they_are_turned():
+    x, y = datasets.rotated_shapes(500, 1.0, n_shapes=3, noise=0.0).tensors
+    assert x.shape == (500, 6, 2)
+    assert set(y.tolist()) == {0, 1, 2, 3}
+    assert (y == 0).double().mean().item() == pytest.approx(1 - 1 / torch.pi, abs=0.07)
+    upright, labels = datasets.rotated_shapes(500, 1.0, n_shapes=3, noise=0.0, angles=torch.zeros(500)).tensors
+    assert labels.min() == 1
+    first = upright[labels == 1]
+    torch.testing.assert_close(first, first[:1].expand_as(first))
+    with pytest.raises(ValueError, match="max_angle"):
+        datasets.rotated_shapes(5, 4.0)
+
+
+def test_demo_writes_its_figure_and_prints_its_result(tmp_path, capsys):
+    torch.set_default_dtype(torch.float32)
+    state = torch.get_rng_state()
+    cli.main(["demo", "points", "--out", str(tmp_path / "new"), "--epochs", "14", "--samples", "2", "--quiet"])
+    assert torch.equal(torch.get_rng_state(), state)
+    figure = tmp_path / "new" / "points.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for word in ("true range      ±120.0 degrees", "learnt range", "with the learnt invariance", str(figure)):
+        assert word in printed
+
+
+def test_demo_is_repeatable():
+    torch.set_default_dtype(torch.float32)
+    results = [demos.points(None, n_epochs=14, n_samples=2, progress_bar=False, say=lambda _: None) for _ in range(2)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "points", "--help"]])
+def test_program_and_module_are_the_same(arguments):
+    command = [sys.executable, "-W", "ignore", "-m", "laplace_invariance", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    expected = {"--version": __version__, "--help": "demo", "demo": "--samples"}[arguments[0]]
+    assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["demo", "points", "--epochs", "3"], "--epochs must be at least 12"),
+        (["demo", "points", "--samples", "0", "--quiet"], "n_samples must be a positive integer"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments, match):
+    torch.set_default_dtype(torch.float32)
+    with pytest.raises(SystemExit, match=match):
+        cli.main(arguments)
+
+
+def test_version_is_that_of_the_package():
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
