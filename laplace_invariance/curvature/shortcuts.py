@@ -93,16 +93,21 @@ class _ConvolutionAdjoint(torch.autograd.Function):
         return functional(cotangent, m.weight, None, m.stride, m.padding, m.dilation, m.groups), None, None
 
 
+def _differentiated(args: tuple[Tensor, ...]) -> bool:
+    return len(args) == 1 and args[0].requires_grad
+
+
 def _convolution(module: nn.modules.conv._ConvNd, args: tuple[Tensor], y: Tensor) -> Tensor | None:
-    (x,) = args
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    return _Convolution.apply(x, y, module) if x.requires_grad and plain and y.ndim == x.ndim else None
+    if not plain or not _differentiated(args) or args[0].ndim != len(module.kernel_size) + 2:
+        return None
+    return _Convolution.apply(args[0], y, module)
 
 
 def _activation(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | None:
-    (x,) = args
-    if not x.requires_grad or getattr(module, "inplace", False):
+    if not _differentiated(args) or getattr(module, "inplace", False):
         return None
+    (x,) = args
     smooth = type(module) in SMOOTH
     (d,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=smooth, retain_graph=True)
     return _Elementwise.apply(x, d, y)
@@ -115,20 +120,20 @@ def shortcuts(modules: Iterable[nn.Module]) -> Iterator[None]:
     pooled: dict[nn.Module, Tensor] = {}
 
     def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
-        (x,) = args
-        pooled[module] = x
-        return (x.detach().requires_grad_(),) if x.requires_grad else None
+        if not _differentiated(args):
+            return None
+        pooled[module] = args[0]
+        return (args[0].detach().requires_grad_(),)
 
     def after(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | None:
-        x = pooled.pop(module)
-        return _Detached.apply(x, args[0], y) if x.requires_grad and isinstance(y, Tensor) else None
+        return _Detached.apply(pooled.pop(module), args[0], y) if module in pooled else None
 
     for module in modules:
         if type(module) in SMOOTH + PIECEWISE_LINEAR:
             handles.append(module.register_forward_hook(_activation))
         elif type(module) in CONVOLUTIONS:
             handles.append(module.register_forward_hook(_convolution))
-        elif type(module) in POOLING:
+        elif type(module) in POOLING and not module.return_indices:
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after))
     try:
