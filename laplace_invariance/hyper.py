@@ -28,6 +28,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_being_learnt: set[int] = set()  # ids of tensors inside a learning() context
 _differentiable: ContextVar[bool] = ContextVar("laplace_invariance_differentiable", default=False)
 
 
@@ -39,6 +40,11 @@ def differentiable() -> Iterator[None]:
         yield
     finally:
         _differentiable.reset(token)
+
+
+def is_differentiable() -> bool:
+    """Tell whether inside :func:`differentiable`."""
+    return _differentiable.get()
 
 
 class Hyperparameterised(nn.Module):
@@ -157,6 +163,11 @@ class Learner:
         self.history[name].append(tensor.detach().cpu().clone())
 
     def __enter__(self) -> Learner:
+        if any(id(tensor) in _being_learnt for _, _, tensor in self._owned):
+            raise RuntimeError(
+                "a hyperparameter of this model is being learnt already; leave that learning() context first"
+            )
+        _being_learnt.update(id(tensor) for _, _, tensor in self._owned)
         for name, owner, tensor in self._owned:
             tensor.grad = None
 
@@ -167,6 +178,7 @@ class Learner:
         return self
 
     def __exit__(self, *_: object) -> None:
+        _being_learnt.difference_update(id(tensor) for _, _, tensor in self._owned)
         while self._handles:
             self._handles.pop().remove()
 

@@ -2,63 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import Augmentation, check_n_samples
+from laplace_invariance.draws import are_fixed, are_taped, taped
 
 __all__ = ["InvariantModel"]
 
 
-# How InvariantModel gets its draws: None (fresh where gradients flow, else fixed), "fixed", or a function of a fresh draw.
-_source: ContextVar[str | Callable[..., Tensor] | None] = ContextVar("laplace_invariance_draws", default=None)
-# Weights of the samples that the rows of the current forward pass are, [S]; None outside of an InvariantModel.
-_samples: ContextVar[Tensor | None] = ContextVar("laplace_invariance_samples", default=None)
+# Of the samples that the rows of the current forward pass are: for every InvariantModel around it, from the outermost, the
+# number of rows that it was called with and the weights [S] of what it made of each.
+Levels = tuple[tuple[int, Tensor], ...]
+_levels: ContextVar[Levels] = ContextVar("laplace_invariance_levels", default=())
 
 
-@contextmanager
-def _using(source: object) -> Iterator[None]:
-    token = _source.set(source)
-    try:
-        yield
-    finally:
-        _source.reset(token)
-
-
-def fixed_draws() -> AbstractContextManager[None]:
-    """Use the fixed set of draws of every augmentation, as for predictions."""
-    return _using("fixed")
-
-
-def recording(tape: list[Tensor]) -> AbstractContextManager[None]:
-    """Draw afresh and append the draws to ``tape``, as a curvature pass does when it first sees a batch."""
-
-    def record(fresh: Callable[[], Tensor]) -> Tensor:
-        tape.append(fresh())
-        return tape[-1]
-
-    return _using(record)
-
-
-def replaying(tape: list[Tensor]) -> AbstractContextManager[None]:
-    """Use the draws on ``tape``, in their order, as its backward pass does when it sees the batch again."""
-    draws = iter(tape)
-    return _using(lambda fresh: next(draws))
-
-
-def taped(fresh: Callable[[], Tensor]) -> Tensor:
-    """Return ``fresh()``, recorded or replayed like the draws of an augmentation."""
-    source = _source.get()
-    return source(fresh) if callable(source) else fresh()
-
-
-def current_sample_weights() -> Tensor | None:
-    """Return the weights ``[S]`` of the samples that rows belong to, inside ``InvariantModel``; None outside."""
-    return _samples.get()
+def current_levels() -> Levels:
+    """Return which samples the rows are: ``(rows before, weights [S])`` for every enclosing ``InvariantModel``."""
+    return _levels.get()
 
 
 class InvariantModel(nn.Module):
@@ -94,8 +57,7 @@ class InvariantModel(nn.Module):
 
     def draw(self, n: int) -> Tensor:
         """Return the draws for ``n`` inputs: fresh, fixed or replayed, as the class and the curvature pass say."""
-        source = _source.get()
-        if source == "fixed" or (source is None and not torch.is_grad_enabled()):
+        if are_fixed() or not (are_taped() or torch.is_grad_enabled()):
             return self.augmentation.fixed(self.n_samples)
         return taped(lambda: self.augmentation.sample(n, self.n_samples, self.generator))
 
@@ -106,12 +68,11 @@ class InvariantModel(nn.Module):
         """Return the average over the given draws, or the part of that sum which some of the samples contribute."""
         weights = self.augmentation.weights(draws.shape[1])[part]
         samples = self.augmentation.apply(x, draws[:, part])
-        outer = _samples.get()
-        token = _samples.set(weights if outer is None else torch.outer(outer, weights).flatten())
+        token = _levels.set((*_levels.get(), (len(x), weights)))
         try:
             outputs = self.net(samples.flatten(0, 1))
         finally:
-            _samples.reset(token)
+            _levels.reset(token)
         outputs = outputs.unflatten(0, (len(x), len(weights)))
         return torch.einsum("s,ns...->n...", weights.to(outputs.dtype), outputs)
 

@@ -147,6 +147,18 @@ def test_constraints_start_at_init_and_stay_in_range(constraint):
         assert 0 <= augmentation.magnitudes()["shear"] < 1e-9
 
 
+@pytest.mark.parametrize("constraint", [None, "softplus", "tanh"])
+def test_what_is_not_learnt_stays_at_init(constraint):
+    augmentation = li.AffineImage(init={"rotation": 0.3, "shear": -0.2}, learn="rotation", constraint=constraint)
+    expected = torch.tensor([0, 0, 0.3, 0, 0, -0.2])
+    torch.testing.assert_close(augmentation.half_widths(), expected)
+
+
+def test_integer_images_are_refused():
+    with pytest.raises(TypeError, match="floating point"):
+        li.AffineImage()(torch.zeros(2, 1, 4, 4, dtype=torch.uint8))
+
+
 def test_mixing_scales_both_axes_together():
     augmentation = li.AffinePoints(init={"x_scale": 0.5}, correlated=True)
     x, y = augmentation.names.index("x_scale"), augmentation.names.index("y_scale")

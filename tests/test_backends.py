@@ -13,7 +13,7 @@ from twins import block_diagonal, ggn, parameter_jacobian
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
-from laplace_invariance.invariant import replaying
+from laplace_invariance.draws import replaying
 
 N = 20
 LIKELIHOODS = ("classification", "regression")

@@ -148,6 +148,13 @@ def test_learning_skips_what_is_not_finite(model, caplog):
     torch.testing.assert_close(scale.detach(), torch.tensor([2.0, 3.0]))
 
 
+def test_learning_is_not_nested(model):
+    with li.learning(model), pytest.raises(RuntimeError, match="being learnt already"), li.learning(model):
+        pass
+    with li.learning(model):  # and the failed attempt left nothing behind
+        pass
+
+
 def test_learning_projects():
     augmentation = li.AffineImage(init={"rotation": 3.1})
     with li.learning(augmentation, lr=1.0, optimizer=torch.optim.SGD), differentiable():

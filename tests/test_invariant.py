@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import laplace_invariance as li
-from laplace_invariance.invariant import fixed_draws, recording, replaying
+from laplace_invariance.draws import fixed_draws, recording, replaying
 
 
 def make(n_samples=4, **kwargs):

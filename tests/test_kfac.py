@@ -78,10 +78,10 @@ def test_folding_averages_inputs_and_sums_gradients(inner):
     x, weights = torch.randn(2 * 3 * inner, 5), torch.tensor([0.5, 0.2, 0.3])
     by_sample = x.view(2, 3, inner, 5)
     expected = (by_sample * weights.view(3, 1, 1)).sum(1).flatten(0, 1)
-    torch.testing.assert_close(kfac.fold_inputs(x, 2, weights), expected)
-    torch.testing.assert_close(kfac.fold_gradients(x, 2, weights), by_sample.sum(1).flatten(0, 1))
-    assert kfac.fold_inputs(x, 2, None) is x
-    torch.testing.assert_close(kfac.fold_inputs(x, len(x), torch.tensor([0.25])), x / 4)  # one of several samples
+    torch.testing.assert_close(kfac.fold_inputs(x, [(2, weights)]), expected)
+    torch.testing.assert_close(kfac.fold_gradients(x, [(2, weights)]), by_sample.sum(1).flatten(0, 1))
+    assert kfac.fold_inputs(x, ()) is x
+    torch.testing.assert_close(kfac.fold_inputs(x, [(len(x), torch.tensor([0.25]))]), x / 4)  # one of several samples
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])

@@ -422,3 +422,162 @@ def test_outputs_must_be_a_matrix():
     net = nn.Sequential(nn.Linear(3, CLASSES))
     with pytest.raises(ValueError, match=r"\[batch, outputs\]"):
         AugmentedGGN(net, "regression").kron(torch.randn(4, 2, 3), torch.randn(4, 2, CLASSES), N=4)
+
+
+class PointByPoint(nn.Module):
+    """Moves points into the batch axis before it averages over samples."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):  # [n, points, 2]
+        return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2]).sum(1)
+
+
+def test_samples_are_folded_in_the_order_in_which_they_were_made():
+    x, y, layer = torch.randn(4, 5, 2), torch.randint(CLASSES, (4,)), nn.Linear(2, CLASSES, bias=False)
+    wrapped = PointByPoint(li.InvariantModel(layer, li.AffinePoints(), 3))  # eta = 0: the same network
+    _, ours = AugmentedGGN(wrapped, "classification").kron(x, y, N=4)
+    _, expected = AugmentedGGN(PointByPoint(layer), "classification").kron(x, y, N=4)
+    torch.testing.assert_close(ours.to_matrix(), expected.to_matrix())
+
+
+def gradient_error(model, x, step=1e-6, **options):
+    """Relative error of the gradient of every hyperparameter, stock fit and backward against central differences."""
+    loader = DataLoader(TensorDataset(x, torch.arange(len(x)) % CLASSES), batch_size=4)
+
+    def evidence():
+        torch.manual_seed(1)
+        la = Laplace(
+            model,
+            "classification",
+            subset_of_weights="all",
+            hessian_structure="kron",
+            backend=AugmentedGGN,
+            backend_kwargs=options,
+        )
+        la.fit(loader)
+        return la.log_marginal_likelihood()
+
+    evidence().backward()
+    return max(
+        relative_error(tensor.grad, central_differences(lambda: evidence().detach(), tensor, step))
+        for tensor in li.hyperparameters(model)
+    )
+
+
+def small_net(width=2):
+    return nn.Sequential(nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+
+
+def test_augmentation_as_a_module_of_a_network():
+    model = nn.Sequential(li.AffinePoints(init=0.3), *small_net())
+    assert gradient_error(model, torch.randn(7, 2)) < 1e-6
+
+
+def test_layers_around_an_invariant_model():
+    inner = li.InvariantModel(nn.Sequential(nn.Linear(2, 4), nn.Tanh()), li.AffinePoints(init=0.3), 3)
+    model = nn.Sequential(nn.Linear(2, 2), inner, nn.Linear(4, CLASSES))
+    assert gradient_error(model, torch.randn(7, 2)) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}])
+def test_nested_invariant_models(options):
+    inner = li.InvariantModel(small_net(), li.AffinePoints(init=0.3), 2)
+    model = li.InvariantModel(inner, li.AffinePoints(init=0.2), 3)
+    assert gradient_error(model, torch.randn(7, 2), **options) < 1e-6
+
+
+@pytest.mark.parametrize("hooked", ["tanh", "relu", "pool"])
+def test_hooks_of_the_user_are_respected(hooked):
+    """They change what a module computes, so that it is no longer what a shortcut takes it for."""
+    layers = {"conv": nn.Conv2d(1, 2, 3), "tanh": nn.Tanh(), "pool": nn.MaxPool2d(2), "relu": nn.ReLU()}
+    net = nn.Sequential(*layers.values(), nn.Flatten(), nn.Linear(8, CLASSES))
+    layers[hooked].register_forward_hook(lambda module, args, y: y * y.sigmoid())
+    model = li.InvariantModel(net, li.AffineImage(init=0.05), 3)
+    assert gradient_error(model, torch.randn(7, 1, 6, 6), 1e-7) < 1e-4
+
+
+class Blurred(li.Hyperparameterised):
+    """A convolution whose weights depend on a hyperparameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, bias=False).requires_grad_(False)
+        self.register_hyperparameter("width", torch.tensor(0.7))
+
+    def forward(self, x):
+        weight = self.conv.weight * self.hyperparameter("width")
+        return torch.func.functional_call(self.conv, {"weight": weight}, (x,))
+
+
+def test_weights_that_depend_on_a_hyperparameter():
+    model = nn.Sequential(Blurred(), nn.Tanh(), nn.Flatten(), nn.Linear(32, CLASSES))
+    assert gradient_error(model, torch.randn(7, 1, 6, 6)) < 1e-6
+
+
+def test_activation_module_used_several_times_and_keyword_calls():
+    class Reused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act, self.pool = nn.GELU(), nn.MaxPool1d(2)
+            self.first, self.second, self.head = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(2, CLASSES)
+
+        def forward(self, x):
+            x = self.act(self.second(input=self.act(self.first(x))))
+            return self.head(self.pool(x.unsqueeze(1)).squeeze(1))
+
+    assert gradient_error(li.InvariantModel(Reused(), li.AffinePoints(init=0.3), 3), torch.randn(7, 2)) < 1e-6
+
+
+def test_shared_bias_collects_the_calls_of_both_layers():
+    first, second = nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)
+    second.weight.requires_grad_(False)
+    second.bias = first.bias
+    net, x, y = nn.Sequential(first, nn.Tanh(), second), torch.randn(5, CLASSES), torch.randint(CLASSES, (5,))
+    _, kron = AugmentedGGN(net, "classification").kron(x, y, N=5)
+    torch.testing.assert_close(kron.kfacs[1][0], ggn(net, net(x), "classification")[9:, 9:].detach())
+
+
+def test_batch_axis_is_verified_as_soon_as_there_are_two_inputs():
+    backend, x, y = AugmentedGGN(TimeFirst(), "classification"), torch.randn(4, 8, 3), torch.randint(CLASSES, (4,))
+    backend.kron(x[:1], y[:1], N=4)
+    with pytest.raises(NotImplementedError, match="first axis"):
+        backend.kron(x, y, N=4)
+
+
+def test_weights_must_be_those_of_the_fit():
+    model = li.InvariantModel(small_net(), li.AffinePoints(init=0.3), 3, generator=torch.Generator())
+    la = laplace_of(model, torch.randn(7, 2))
+    evidence = la.log_marginal_likelihood()
+    with torch.no_grad():
+        la(torch.randn(3, 2), pred_type="nn", link_approx="mc", n_samples=2)  # changes the weights and puts them back
+    evidence.backward(retain_graph=True)
+    model.net[0].weight.data.mul_(1.01)
+    with pytest.raises(RuntimeError, match="fit again"):
+        evidence.backward()
+
+
+def test_dictionaries_as_input():
+    class FromDict(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small_net(3)
+
+        def forward(self, data):
+            return self.net(data["input_ids"])
+
+    x, y = torch.randn(5, 3), torch.randint(CLASSES, (5,))
+    model = FromDict()
+    _, ours = AugmentedGGN(model, "classification", chunk_size=2).kron({"input_ids": x, "labels": y}, y, N=5)
+    _, expected = AugmentedGGN(model.net, "classification").kron(x, y, N=5)
+    torch.testing.assert_close(ours.to_matrix(), expected.to_matrix())
+    x[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        AugmentedGGN(model, "classification").kron({"input_ids": x}, y, N=5)
+
+
+def test_targets_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"targets \[4\] must have the shape of the outputs \[4, 1\]"):
+        AugmentedEF(nn.Linear(3, 1), "regression").kron(torch.randn(4, 3), torch.randn(4), N=4)

@@ -135,6 +135,7 @@ def test_check_model_says_what_stock_kron_refuses():
     [
         (nn.Embedding(5, 3, max_norm=1.0), "max_norm"),
         (nn.Embedding(5, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (nn.Embedding(5, 3, sparse=True), "sparse=True"),
         (nn.BatchNorm1d(3, track_running_stats=False), "running statistics"),
         (nn.MultiheadAttention(4, 2), "MultiheadAttention has no rule"),
     ],

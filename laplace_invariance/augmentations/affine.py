@@ -75,6 +75,10 @@ class AffineImage(LieGroup):
     def act(self, x: Tensor, matrices: Tensor) -> Tensor:
         if x.ndim != 4:
             raise ValueError(f"AffineImage transforms images [n, channels, height, width], got shape {list(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(
+                f"AffineImage interpolates, so images must be floating point, got {x.dtype}; divide by 255 first"
+            )
         n, channels, height, width = x.shape
         n_samples = matrices.shape[1]
         # The samples of one image are stacked along the height of one grid, which spares copies of the image; and the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace_invariance.draws import taped
 from laplace_invariance.hyper import Hyperparameterised
 
 __all__ = ["Augmentation"]
@@ -45,7 +46,7 @@ class Augmentation(Hyperparameterised):
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform each input of ``x`` once, by a fresh draw."""
-        return self.apply(x, self.sample(len(x), 1, generator)).squeeze(1)
+        return self.apply(x, taped(lambda: self.sample(len(x), 1, generator))).squeeze(1)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}: {words}" for name, words in self.ranges().items())

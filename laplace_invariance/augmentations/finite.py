@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_invariance.augmentations.base import Augmentation, check_draws
+from laplace_invariance.draws import taped
 
 __all__ = ["FiniteGroup"]
 
@@ -83,10 +84,14 @@ class FiniteGroup(Augmentation):
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform each image by one element, drawn by weight."""
-        weights = self.weights(len(self.names)).detach()
-        device = generator.device if generator is not None else weights.device
-        draws = torch.multinomial(weights.to(device), len(x), replacement=True, generator=generator)
-        return self.apply(x, draws.to(weights.device).unsqueeze(1)).squeeze(1)
+
+        def draw() -> Tensor:
+            weights = self.weights(len(self.names)).detach()
+            device = generator.device if generator is not None else weights.device
+            draws = torch.multinomial(weights.to(device), len(x), replacement=True, generator=generator)
+            return draws.to(weights.device).unsqueeze(1)
+
+        return self.apply(x, taped(draw)).squeeze(1)
 
     @torch.no_grad()
     def ranges(self) -> dict[str, str]:

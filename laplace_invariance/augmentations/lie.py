@@ -114,28 +114,29 @@ class LieGroup(Augmentation):
         return torch.where(torch.isfinite(self.limits), self.limits, torch.ones_like(self.limits))
 
     def _unconstrained(self, values: Tensor) -> Tensor:
-        """Return the ``eta`` whose constrained value is ``values``."""
+        """Return the ``eta`` whose constrained value is ``values``; what is not learnt is not constrained either."""
         if self.constraint == "softplus":
             # zero is at minus infinity; 1e-3 is a range that changes nothing and still has a gradient
-            return torch.log(torch.expm1(values.abs().clamp(min=1e-3)))
+            raw = torch.log(torch.expm1(values.abs().clamp(min=1e-3)))
+            return torch.where(self.learnt_mask > 0, raw, values)
         if self.constraint == "tanh":
             bounds = self._bounds()
             if (values.abs() >= bounds).any():
                 raise ValueError(
                     f"init must be below {bounds.tolist()} in magnitude for constraint='tanh', got {values.tolist()}"
                 )
-            return bounds * torch.atanh(values / bounds)
+            return torch.where(self.learnt_mask > 0, bounds * torch.atanh(values / bounds), values)
         return values
 
     def half_widths(self) -> Tensor:
         """Return the constrained ``eta``, ``[k]``; differentiable inside ``differentiable()`` where learnt."""
-        eta = self.hyperparameter("eta")
+        eta = widths = self.hyperparameter("eta")
         if self.constraint == "softplus":
-            eta = F.softplus(eta)
+            widths = F.softplus(eta)
         elif self.constraint == "tanh":
             bounds = self._bounds()
-            eta = bounds * torch.tanh(eta / bounds)
-        return torch.where(self.learnt_mask > 0, eta, eta.detach())
+            widths = bounds * torch.tanh(eta / bounds)
+        return torch.where(self.learnt_mask > 0, widths, eta.detach())
 
     def coefficients(self, draws: Tensor) -> Tensor:
         """Return ``L e`` for draws ``e``, ``[..., k]``."""

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.rules import Block
-from laplace_invariance.invariant import current_sample_weights
+from laplace_invariance.invariant import Levels, current_levels
 
 __all__ = ["Call", "Layers", "Trace"]
 
 
 @dataclass
 class Call:
-    """One call of a layer: what went in and out, and the weights of the samples that its rows are."""
+    """One call of a layer: what went in and out, and which samples its rows are."""
 
     blocks: list[tuple[int, Block]]
     x: Tensor
     output: Tensor
-    weights: Tensor | None
+    levels: Levels
     versions: tuple[int, int]
 
     def modified(self) -> bool:
@@ -53,7 +53,7 @@ class Layers:
             x = args[0] if args else next(iter(kwargs.values()))
             if self.copies:
                 x = x.clone()
-            calls.append(Call(self.blocks[module], x, output, current_sample_weights(), (x._version, output._version)))
+            calls.append(Call(self.blocks[module], x, output, current_levels(), (x._version, output._version)))
             return output.clone() if self.copies else None
 
         handles = [module.register_forward_hook(hook, with_kwargs=True) for module in self.blocks]
@@ -125,10 +125,10 @@ class Trace:
                 if block.elementwise:
                     continue
                 if block.linear:
-                    folded = kfac.fold_inputs(call.x, self.batch, call.weights) if folded is None else folded
+                    folded = kfac.fold_inputs(call.x, call.levels) if folded is None else folded
                     a = block.a(folded)
                 else:
-                    a = kfac.fold_inputs(block.a(call.x), self.batch, call.weights)
+                    a = kfac.fold_inputs(block.a(call.x), call.levels)
                 inputs.setdefault(index, []).append(self._per_input(a))
         return {index: _cat(tensors, dim=1) for index, tensors in inputs.items()}
 
@@ -146,7 +146,7 @@ class Trace:
         for column in columns:
             gradients, products = self._backpropagate(column)
             for call, call_rows, gradient, sums in zip(self.calls, rows, gradients, folded, strict=True):
-                sums.append(kfac.fold_gradients(gradient, self.batch, call.weights))
+                sums.append(kfac.fold_gradients(gradient, call.levels))
                 for index, block, a in call_rows:  # elementwise products are exact only sample by sample
                     product = kfac.jacobian(a, block.g(gradient), self.batch, elementwise=True)
                     products[index] = products[index] + product if index in products else product

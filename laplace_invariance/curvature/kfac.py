@@ -21,6 +21,7 @@ and weighted by ``M = U^T Lambda U``, which alone carries the gradient in ``f``:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,24 +42,27 @@ __all__ = [
 ]
 
 
-def fold_inputs(x: Tensor, batch: int, weights: Tensor | None) -> Tensor:
-    """Average over samples: ``[batch * sample * inner, ...] -> [batch * inner, ...]`` with ``weights`` ``[sample]``.
+def fold_inputs(x: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Average over samples, level by level: ``[n * sample * inner, ...] -> [n * inner, ...]`` with weights ``[sample]``.
 
-    ``inner`` is more than one where a model moves positions into the batch axis before it calls a layer.
+    ``inner`` is more than one where a model moves positions into the batch axis before it calls a layer; ``n`` is more than
+    the batch where it does so before it averages over samples.
     """
-    if weights is None:
-        return x
-    weights = weights.to(x.dtype)
-    if len(weights) == 1:
-        return x * weights
-    return torch.einsum("s,bst...->bt...", weights, x.unflatten(0, (batch, len(weights), -1))).flatten(0, 1)
+    for n, weights in reversed(levels):
+        if len(weights) == 1:
+            x = x * weights.to(x.dtype)
+        else:
+            samples = x.unflatten(0, (n, len(weights), -1))
+            x = torch.einsum("s,nst...->nt...", weights.to(x.dtype), samples).flatten(0, 1)
+    return x
 
 
-def fold_gradients(g: Tensor, batch: int, weights: Tensor | None) -> Tensor:
-    """Sum over samples, ``[batch * sample * inner, ...] -> [batch * inner, ...]``: the weights are in the gradients."""
-    if weights is None or len(weights) == 1:
-        return g
-    return g.unflatten(0, (batch, len(weights), -1)).sum(1).flatten(0, 1)
+def fold_gradients(g: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Sum over samples, level by level: the weights are in the gradients."""
+    for n, weights in reversed(levels):
+        if len(weights) > 1:
+            g = g.unflatten(0, (n, len(weights), -1)).sum(1).flatten(0, 1)
+    return g
 
 
 def symmetric_product(x: Tensor, y: Tensor, block: int = 256) -> Tensor:

@@ -65,11 +65,12 @@ def _eigh(factor: Tensor) -> tuple[Tensor, Tensor | None]:
         raise torch.linalg.LinAlgError("a curvature factor is not finite; check the loss and the inputs of the network")
     if factor.ndim == 1:
         return factor.detach().clamp(min=0), None
+    low = factor.dtype in (torch.float16, torch.bfloat16)  # for which there is no eigh
     try:
-        values, vectors = torch.linalg.eigh(factor.detach())
+        values, vectors = torch.linalg.eigh(factor.detach().float() if low else factor.detach())
     except torch.linalg.LinAlgError:  # rare, and known to go away in double precision
-        values, vectors = (part.to(factor.dtype) for part in torch.linalg.eigh(factor.detach().double()))
-    return values.clamp(min=0), vectors
+        values, vectors = torch.linalg.eigh(factor.detach().double())
+    return values.clamp(min=0).to(factor.dtype), vectors.to(factor.dtype)
 
 
 class _LogDet(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature.capture import Layers, Trace
 from laplace_invariance.curvature.rules import Block, Coverage, blocks_of, coverage
-from laplace_invariance.invariant import fixed_draws
+from laplace_invariance.draws import fixed_draws
 
 __all__ = ["Match", "match"]
 
@@ -24,7 +24,8 @@ class Match:
         layers: the layers to capture.
         blocks: by index of the parameter.
         unsupported: by index of the parameter.
-        twins: biases whose gradients are those of a weight matrix at its positions, index by index.
+        twins: biases whose gradients are those of the weight matrix of the same layer, summed over its positions.
+        n_inputs: how many inputs this was verified on.
         n_outputs: of the model.
         size: elements of all captured layers' outputs, per input.
     """
@@ -34,6 +35,7 @@ class Match:
     blocks: dict[int, Block]
     unsupported: dict[int, Coverage]
     twins: dict[int, int] = field(default_factory=dict)
+    n_inputs: int = 0
     n_outputs: int = 0
     size: int = 0
 
@@ -87,8 +89,9 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], forward: Callable
         result.layers.blocks[module] = kept
         if not kept:
             del result.layers.blocks[module]
-        matrices = {block.g: index for index, block in kept if not (block.elementwise or block.transposed)}
-        result.twins |= {index: matrices[block.g] for index, block in kept if block.a is None and block.g in matrices}
+        own = [(index, block) for index, block in kept if len(found[index].modules) == 1]
+        matrices = {block.g: index for index, block in own if not (block.elementwise or block.transposed)}
+        result.twins |= {index: matrices[block.g] for index, block in own if block.a is None and block.g in matrices}
     return result
 
 
@@ -103,6 +106,7 @@ def _unexplained(result: Match, forward: Callable[[Tensor], Tensor], x: Tensor) 
                 outputs = forward(x)
         if outputs.ndim != 2:
             raise ValueError(f"the model must return [batch, outputs], got shape {list(outputs.shape)}")
+        result.n_inputs = len(outputs)
         result.n_outputs = outputs.shape[-1]
         result.size = sum(call.output.numel() for call in calls) // len(outputs) + 1
         direction = torch.sin(torch.arange(1, outputs.shape[-1] + 1).to(outputs))

@@ -6,6 +6,7 @@ an ordinary backend that also covers normalisation layers, grouped convolutions 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,8 +25,9 @@ from laplace_invariance.curvature.chunked import ChunkedTrace
 from laplace_invariance.curvature.kron import DifferentiableKron
 from laplace_invariance.curvature.matching import Match, match
 from laplace_invariance.curvature.shortcuts import shortcuts
-from laplace_invariance.hyper import differentiable, hyperparameters
-from laplace_invariance.invariant import InvariantModel, fixed_draws, recording, replaying, taped
+from laplace_invariance.draws import fixed_draws, recording, replaying, taped
+from laplace_invariance.hyper import differentiable, hyperparameters, is_differentiable
+from laplace_invariance.invariant import InvariantModel
 
 __all__ = ["AugmentedEF", "AugmentedGGN"]
 
@@ -177,9 +179,14 @@ class _AugmentedCurvature(CurvatureInterface):
         targets = self._split(y, chunks)
         tapes: list[list[Tensor]] = [[] for _ in chunks]
         hyper = self._hyperparameters()
+        weights_then = self._fingerprint()
 
         def outputs(chunk: Any, y: Tensor, create_graph: bool) -> list[Tensor]:
             trace = self._trace(chunk, create_graph)
+            if self.likelihood == Likelihood.REGRESSION and y.shape != trace.outputs.shape:
+                raise ValueError(
+                    f"targets {list(y.shape)} must have the shape of the outputs {list(trace.outputs.shape)}"
+                )
             return [self.factor * self.lossfunc(trace.outputs, y), *curvature(trace, y)]
 
         def evaluate() -> list[Tensor]:
@@ -191,6 +198,10 @@ class _AugmentedCurvature(CurvatureInterface):
             return totals
 
         def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+            if not torch.allclose(self._fingerprint(), weights_then, rtol=1e-5):
+                raise RuntimeError(
+                    "the weights changed after fit(), so its evidence has no gradient any more; fit again"
+                )
             totals = [torch.zeros_like(tensor) for tensor in hyper]
             for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
                 with replaying(tape), differentiable(), self._twice_differentiable():
@@ -213,13 +224,17 @@ class _AugmentedCurvature(CurvatureInterface):
         with sdpa_kernel(SDPBackend.MATH), shortcuts(modules):
             yield
 
+    def _fingerprint(self) -> Tensor:
+        """Return numbers that tell whether the weights are the same."""
+        return torch.stack([parameter.detach().abs().sum() for parameter in self.params])
+
     def _hyperparameters(self) -> list[Tensor]:
         return [tensor for tensor in hyperparameters(self.model) if tensor.requires_grad]
 
     def _trace(self, x: Any, create_graph: bool = False) -> AnyTrace:
         """Run the model on a chunk; if even one input has more samples than a chunk has rows, in parts."""
         size = self.chunk_size
-        if size is not None and isinstance(self.model, InvariantModel) and self._samples() > size:
+        if size is not None and self._invariant_models() == [self.model] and self._samples() > size:
             draws = self.model.draw(len(x))
             parts = [slice(start, start + size) for start in range(0, draws.shape[1], size)]
             runs = [partial(self._run, partial(self.model.average, draws=draws, part=part), x) for part in parts]
@@ -237,8 +252,10 @@ class _AugmentedCurvature(CurvatureInterface):
 
     def _samples(self) -> int:
         """Return the number of rows that one input becomes."""
-        models = [module for module in self.model.modules() if isinstance(module, InvariantModel)]
-        return max((model.augmentation.count(model.n_samples) for model in models), default=1)
+        return math.prod(model.augmentation.count(model.n_samples) for model in self._invariant_models())
+
+    def _invariant_models(self) -> list[InvariantModel]:
+        return [module for module in self.model.modules() if isinstance(module, InvariantModel)]
 
     def _batch_size(self, x: Any) -> int:
         return len(x[self.dict_key_x] if isinstance(x, MutableMapping) else x)
@@ -260,9 +277,10 @@ class _AugmentedCurvature(CurvatureInterface):
 
     def _matched(self, x: Any) -> Match:
         """Check the input, and match parameters with layers when called first."""
-        if isinstance(x, Tensor) and x.is_floating_point() and not torch.isfinite(x).all():
-            raise ValueError("the input holds NaN or infinite values, which would make the evidence NaN as well")
-        if self._match is None:
+        for part in x.values() if isinstance(x, MutableMapping) else [x]:
+            if isinstance(part, Tensor) and part.is_floating_point() and not torch.isfinite(part).all():
+                raise ValueError("the input holds NaN or infinite values, which would make the evidence NaN as well")
+        if self._match is None or self._match.n_inputs < min(2, self._batch_size(x)):
             self._match = match(self._model, self.params, self.model, _part(x, 0, 2))
             self._indices = range(len(self.params))
         return self._match
@@ -346,7 +364,8 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
             directions = kfac.complement_basis(classes, outputs).expand(len(outputs), -1, -1)
         else:
             directions, kept, total = kfac.leading_directions(hessian.detach(), self.output_rank)
-            self._trace_kept, self._trace_total = self._trace_kept + kept.item(), self._trace_total + total.item()
+            if not is_differentiable():  # once per batch, not again in its backward pass
+                self._trace_kept, self._trace_total = self._trace_kept + kept.item(), self._trace_total + total.item()
         return directions.unbind(-1), directions.mT @ hessian @ directions
 
 

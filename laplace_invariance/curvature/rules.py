@@ -146,6 +146,8 @@ def embedding(module: nn.Embedding) -> Iterable[Block]:
     """A matrix applied to one-hot vectors, stored ``[tokens, features]``."""
     if module.max_norm is not None:
         raise NotImplementedError("max_norm changes the weights in the forward pass")
+    if module.sparse:
+        raise NotImplementedError("sparse=True has gradients that are not strided; sparse=False computes the same")
     if module.scale_grad_by_freq:
         raise NotImplementedError("scale_grad_by_freq makes gradients depend on the rest of the batch")
 
@@ -242,7 +244,7 @@ def coverage(model: nn.Module) -> list[Coverage]:
         if not parameter.requires_grad:
             continue
         reason = None
-        kinds = {(type(module), name) for _, module, name in owners[id(parameter)]}
+        kinds = {(type(module), name, getattr(module, "groups", 1)) for _, module, name in owners[id(parameter)]}
         if len(kinds) > 1:
             where = " and ".join(
                 f"{path or 'model'}.{name} ({type(m).__name__})" for path, m, name in owners[id(parameter)]

@@ -65,32 +65,32 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
-        ctx.module, ctx.like = module, x.detach()
+        ctx.module, ctx.like, ctx.weight = module, x.detach(), module.weight.detach()
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _ConvolutionAdjoint.apply(gradient, ctx.like, ctx.module), None, None
+        return _ConvolutionAdjoint.apply(gradient, ctx.like, ctx.weight, ctx.module), None, None
 
 
 class _ConvolutionAdjoint(torch.autograd.Function):
     """The gradient of a convolution in its input, linear in the gradient of its output."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, like: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
-        ctx.module = module
+    def forward(ctx: Any, gradient: Tensor, like: Tensor, weight: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+        ctx.module, ctx.weight = module, weight
         n = len(module.kernel_size)
         result, _, _ = torch.ops.aten.convolution_backward(
-            gradient, like, module.weight, None, module.stride, module.padding, module.dilation, False, [0] * n, module.groups,
+            gradient, like, weight, None, module.stride, module.padding, module.dilation, False, [0] * n, module.groups,
             [True, False, False],
         )  # fmt: skip
         return result
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
         m = ctx.module
         functional = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(m.kernel_size)]
-        return functional(cotangent, m.weight, None, m.stride, m.padding, m.dilation, m.groups), None, None
+        return functional(cotangent, ctx.weight, None, m.stride, m.padding, m.dilation, m.groups), None, None, None
 
 
 def _differentiated(args: tuple[Tensor, ...]) -> bool:
@@ -99,6 +99,9 @@ def _differentiated(args: tuple[Tensor, ...]) -> bool:
 
 def _convolution(module: nn.modules.conv._ConvNd, args: tuple[Tensor], y: Tensor) -> Tensor | None:
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    plain = (
+        plain and module.weight.is_leaf and (module.bias is None or module.bias.is_leaf)
+    )  # not computed from anything
     if not plain or not _differentiated(args) or args[0].ndim != len(module.kernel_size) + 2:
         return None
     return _Convolution.apply(args[0], y, module)
@@ -130,12 +133,12 @@ def shortcuts(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     for module in modules:
         if type(module) in SMOOTH + PIECEWISE_LINEAR:
-            handles.append(module.register_forward_hook(_activation))
+            handles.append(module.register_forward_hook(_activation, prepend=True))
         elif type(module) in CONVOLUTIONS:
-            handles.append(module.register_forward_hook(_convolution))
+            handles.append(module.register_forward_hook(_convolution, prepend=True))
         elif type(module) in POOLING and not module.return_indices:
             handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after))
+            handles.append(module.register_forward_hook(after, prepend=True))
     try:
         yield
     finally:
