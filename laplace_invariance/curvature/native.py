@@ -33,7 +33,7 @@ __all__ = ["AugmentedEF", "AugmentedGGN"]
 
 # Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all columns with respect to the layers'
 # outputs or, where a Jacobian is formed, to the parameters. Benchmarks.md has measurements.
-CHUNK_ELEMENTS = 3 * 2**24
+CHUNK_ELEMENTS = 2**26
 
 AnyTrace = Trace | ChunkedTrace
 Curvature = Callable[[AnyTrace, Tensor], list[Tensor]]
