@@ -210,9 +210,11 @@ def test_jacobians_are_those_of_predictions():
         torch.testing.assert_close(jacobians, parameter_jacobian(model, model(x)).detach())
     assert not jacobians.requires_grad
     x.requires_grad_()
-    jacobians, outputs = backend.jacobians(x, enable_backprop=True)
-    (gradient,) = torch.autograd.grad(jacobians.square().sum() + outputs.sum(), x)
-    assert gradient.abs().min() > 0
+    for chunk_size in (None, 2):
+        backend = AugmentedGGN(model, "classification", chunk_size=chunk_size)
+        jacobians, outputs = backend.jacobians(x, enable_backprop=True)
+        (gradient,) = torch.autograd.grad(jacobians.square().sum() + outputs.sum(), x)
+        assert gradient.abs().min() > 0
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])

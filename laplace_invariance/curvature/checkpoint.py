@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["checkpointed"]
+__all__ = ["checkpointed", "pull_back_through"]
 
 
 class _Checkpointed(torch.autograd.Function):
@@ -44,3 +44,16 @@ def checkpointed(
         hyperparameters: leaf tensors; if there are none, the outputs are plain constants.
     """
     return _Checkpointed.apply(evaluate, pull_back, *hyperparameters)
+
+
+def pull_back_through(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the vector-Jacobian product of a graph, with None for what does not take part in it."""
+    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    tensors, weights = zip(*pairs, strict=True)
+    gradients = iter(torch.autograd.grad(tensors, wanted, weights, allow_unused=True))
+    return [next(gradients) if tensor.requires_grad else None for tensor in inputs]

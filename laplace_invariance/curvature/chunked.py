@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_invariance.curvature.capture import Trace
-from laplace_invariance.curvature.checkpoint import checkpointed
+from laplace_invariance.curvature.checkpoint import checkpointed, pull_back_through
 from laplace_invariance.hyper import differentiable
 
 __all__ = ["ChunkedTrace"]
@@ -71,16 +71,8 @@ def _term(part: Run, evaluate: Evaluate, hyper: list[Tensor], column: Tensor | N
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         leaf = [] if column is None else [column.detach().requires_grad_(column.requires_grad)]
         with differentiable():
-            outputs = evaluate(part(create_graph=True), *(leaf or [None])).values()
-        inputs = [*hyper, *leaf]
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
-        if not pairs:
-            return [None] * len(inputs)
-        tensors, weights = zip(*pairs, strict=True)
-        gradients = iter(
-            torch.autograd.grad(tensors, [i for i in inputs if i.requires_grad], weights, allow_unused=True)
-        )
-        return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
+            outputs = list(evaluate(part(create_graph=True), *(leaf or [None])).values())
+        return pull_back_through(outputs, cotangents, [*hyper, *leaf])
 
     inputs = [*hyper, *([] if column is None else [column])]
     terms = checkpointed(forward, pull_back, inputs)  # fills the keys

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.capture import Trace
-from laplace_invariance.curvature.checkpoint import checkpointed
+from laplace_invariance.curvature.checkpoint import checkpointed, pull_back_through
 from laplace_invariance.curvature.chunked import ChunkedTrace
 from laplace_invariance.curvature.kron import DifferentiableKron
 from laplace_invariance.curvature.matching import Match, match
@@ -114,7 +114,7 @@ class _AugmentedCurvature(CurvatureInterface):
         jacobians, outputs = [], []
         with torch.enable_grad(), fixed_draws():
             for chunk in self._chunks(x, explicit=True):
-                trace = self._trace(chunk, create_graph=enable_backprop)
+                trace = self._run(self.model, chunk, create_graph=True) if enable_backprop else self._trace(chunk)
                 units = torch.eye(trace.outputs.shape[-1]).to(trace.outputs)
                 jacobians.append(self._jacobian(trace, [unit.expand_as(trace.outputs) for unit in units]))
                 outputs.append(trace.outputs)
@@ -206,13 +206,8 @@ class _AugmentedCurvature(CurvatureInterface):
             for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
                 with replaying(tape), differentiable(), self._twice_differentiable():
                     terms = outputs(chunk, target, create_graph=True)
-                    pairs = [
-                        (t, c) for t, c in zip(terms, cotangents, strict=True) if c is not None and t.requires_grad
-                    ]
-                    if pairs:
-                        terms, weights = zip(*pairs, strict=True)
-                        gradients = torch.autograd.grad(terms, hyper, weights, allow_unused=True)
-                        totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
+                    gradients = pull_back_through(terms, cotangents, hyper)
+                totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
             return totals
 
         return checkpointed(evaluate, pull_back, hyper)
@@ -223,6 +218,10 @@ class _AugmentedCurvature(CurvatureInterface):
         modules = [] if self._match.others else list(self.model.modules())
         with sdpa_kernel(SDPBackend.MATH), shortcuts(modules):
             yield
+
+    @property
+    def _indices(self) -> range:
+        return range(len(self.params))
 
     def _fingerprint(self) -> Tensor:
         """Return numbers that tell whether the weights are the same."""
@@ -282,7 +281,6 @@ class _AugmentedCurvature(CurvatureInterface):
                 raise ValueError("the input holds NaN or infinite values, which would make the evidence NaN as well")
         if self._match is None or self._match.n_inputs < min(2, self._batch_size(x)):
             self._match = match(self._model, self.params, self.model, _part(x, 0, 2))
-            self._indices = range(len(self.params))
         return self._match
 
 
