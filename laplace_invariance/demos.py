@@ -154,7 +154,7 @@ def _figure(
     layout = figure.subplot_mosaic(mosaic, width_ratios=[1.25, 1, 1])
     x, y = train.tensors
     plots.shapes(x[:42], y[:42], layout["data"])
-    layout["data"].set_title("data: colour is the shape, grey is turned by more than 120 degrees")
+    layout["data"].set_title("data: colour is the shape, grey: turned further")
     degrees = torch.linspace(-180, 180, 73)
     names = ("its own class", "class of those turned further")
     for place, net, title in (

@@ -40,9 +40,10 @@ def probability_by_angle(
         ax.plot(degrees, values, label=name)
     for sign in (-1, 1):
         ax.axvline(sign * true_degrees, color="k", ls="--", lw=1, label="true range" if sign > 0 else None)
-    ax.set(xlabel="turned by (degrees)", ylabel="mean predicted probability", xlim=(-180, 180), ylim=(0, 1))
+    ax.set(xlabel="turned by (degrees)", ylabel="mean predicted probability", xlim=(-180, 180), ylim=(0, 1.35))
     ax.set_xticks(range(-180, 181, 60))
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 0.1), fontsize="small")
+    ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    ax.legend(loc="upper center", fontsize="small")
     return ax
 
 
