@@ -126,6 +126,20 @@ def test_state_reloads():
     torch.testing.assert_close(twin(x), la(x))
 
 
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_a_fitted_laplace_is_saved_and_loaded(structure, tmp_path):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    model = li.InvariantModel(net, li.AffineImage(init=0.1), 2)
+    x, y = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
+    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure=structure, backend=AugmentedGGN)
+    la.fit(DataLoader(TensorDataset(x, y), batch_size=3))
+    torch.save(la, tmp_path / "la.pt")
+    twin = torch.load(tmp_path / "la.pt", weights_only=False)
+    torch.testing.assert_close(twin.log_marginal_likelihood(), la.log_marginal_likelihood())
+    torch.testing.assert_close(twin(x), la(x))
+    assert twin.model.augmentation.ranges() == model.augmentation.ranges()
+
+
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_stock_training_with_several_hypersteps(structure, likelihood):

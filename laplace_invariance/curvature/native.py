@@ -54,6 +54,11 @@ class _AugmentedCurvature(CurvatureInterface):
         self.on_unsupported = on_unsupported
         self._match: Match | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_match": None
+        }  # rules are closures, which cannot be pickled; it is matched again when used
+
     def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
         """Return the directions to backpropagate, each ``[batch, C]``, and their weights ``M``, None for the identity."""
         raise NotImplementedError
