@@ -1,9 +1,18 @@
 """Learn data augmentations and layer symmetries by gradient of the marginal likelihood, on unmodified laplace-torch."""
 
-from laplace_invariance import curvature
-from laplace_invariance.augmentations import AffineImage, AffinePoints, Augmentation, FiniteGroup
+from laplace_invariance import curvature, layers, marglik
+from laplace_invariance.augmentations import (
+    AffineImage,
+    AffinePoints,
+    Augmentation,
+    Colour,
+    Compose,
+    FiniteGroup,
+    Sequence,
+)
 from laplace_invariance.hyper import Hyperparameterised, hyperparameters, learning, named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.marglik import marglik_training
 
 __version__ = "0.1.0.dev0"
 
@@ -11,11 +20,17 @@ __all__ = [
     "AffineImage",
     "AffinePoints",
     "Augmentation",
+    "Colour",
+    "Compose",
     "FiniteGroup",
     "Hyperparameterised",
     "InvariantModel",
+    "Sequence",
     "curvature",
     "hyperparameters",
+    "layers",
     "learning",
+    "marglik",
+    "marglik_training",
     "named_hyperparameters",
 ]

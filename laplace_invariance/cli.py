@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import logging
+import math
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from laplace_invariance import __version__
+from laplace_invariance import __version__, datasets
+from laplace_invariance.experiments import METHODS, NETWORKS, Experiment, compare, learn
 
 __all__ = ["main"]
 
@@ -24,6 +28,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the library does")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    learner = commands.add_parser(
+        "learn",
+        help="learn to which transformations images are invariant, and how far",
+        description="Train a network on images that were moved in a known way, and learn by evidence how far they were.",
+    )
+    _learn_arguments(learner, many=False)
+    learner.set_defaults(run=_learn)
+    comparer = commands.add_parser(
+        "compare",
+        help="compare learnt ranges with other ways, in one table",
+        description="Run several methods on several kinds of images, with the same code, network and images.",
+    )
+    _learn_arguments(comparer, many=True)
+    comparer.set_defaults(run=_compare)
 
     demo = commands.add_parser("demo", help="run a small demonstration and save its figure")
     demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
@@ -44,11 +63,150 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _learn_arguments(parser: argparse.ArgumentParser, many: bool) -> None:
+    """Add what ``learn`` and ``compare`` have in common; the latter takes several transformations, methods and seeds."""
+    several = {"nargs": "+"} if many else {}
+    default = Experiment()
+
+    def listed(value: str | int) -> object:
+        return [value] if many else value
+
+    parser.add_argument(
+        "--data",
+        default=default.data,
+        metavar="DATA",
+        help=f"{', '.join(datasets.SOURCES)}, or a FILE.npz with x_train, y_train, x_test, y_test (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transform",
+        **several,
+        default=list(datasets.KINDS) if many else default.transform,
+        type=lambda name: name.replace("-", "_"),
+        choices=datasets.KINDS,
+        metavar="KIND",
+        help=f"how images are moved: {', '.join(k.replace('_', '-') for k in datasets.KINDS)} "
+        f"(default: {'all' if many else default.transform.replace('_', '-')})",
+    )
+    parser.add_argument(
+        "--method",
+        **several,
+        default=list(METHODS) if many else default.method,
+        choices=METHODS,
+        metavar="METHOD",
+        help="; ".join(f"{name} ({words})" for name, words in METHODS.items())
+        + f" (default: {'all' if many else default.method})",
+    )
+    parser.add_argument("--net", default=default.net, choices=NETWORKS, help="network (default: %(default)s)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=default.n_samples,
+        help="sampled transformations per image (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=default.n_epochs, help="epochs of training (default: %(default)s)"
+    )
+    parser.add_argument("--train", type=int, metavar="N", help="use so many training images (default: all)")
+    parser.add_argument("--test", type=int, metavar="N", help="use so many test images (default: all)")
+    parser.add_argument("--correlated", action="store_true", help="learn correlations of the ranges, too")
+    parser.add_argument(
+        "--fixed",
+        nargs="+",
+        type=_range,
+        default=list(default.fixed.items()),
+        metavar="NAME=RANGE",
+        help="ranges of the method fixed (default: rotation=3.14159, all rotations)",
+    )
+    parser.add_argument(
+        "--strength",
+        type=float,
+        default=default.strength,
+        help="of Augerino's reward for wide ranges (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr-augerino",
+        type=float,
+        default=default.lr_augerino,
+        help="Augerino's step size of ranges (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        **several,
+        type=int,
+        default=listed(default.seed),
+        help="of subset, transformations, weights, draws (default: 0)",
+    )
+    parser.add_argument(
+        "--root", default=default.root, metavar="DIR", help="of torchvision's data sets (default: %(default)s)"
+    )
+    parser.add_argument("--download", action="store_true", help="fetch a data set of torchvision that is not there")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where everything goes")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in DIR")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _range(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form rotation=3.14") from None
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"the range of {name} must be finite, got {value}")
+    return name, number
+
+
+def _experiment(arguments: argparse.Namespace, **changes: Any) -> Experiment:
+    return Experiment(
+        **{
+            "data": arguments.data,
+            "transform": arguments.transform,
+            "method": arguments.method,
+            "net": arguments.net,
+            "n_samples": arguments.samples,
+            "n_epochs": arguments.epochs,
+            "n_train": arguments.train,
+            "n_test": arguments.test,
+            "correlated": arguments.correlated,
+            "fixed": dict(arguments.fixed),
+            "strength": arguments.strength,
+            "lr_augerino": arguments.lr_augerino,
+            "seed": arguments.seed,
+            "root": arguments.root,
+            "download": arguments.download,
+        }
+        | changes
+    )
+
+
+def _learn(arguments: argparse.Namespace) -> None:
+    _need_matplotlib()
+    outcome = learn(_experiment(arguments), arguments.out, arguments.resume, progress_bar=not arguments.quiet)
+    print(f"{outcome}\nfiles           {arguments.out}: {', '.join(sorted(p.name for p in arguments.out.iterdir()))}")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    _need_matplotlib()
+    runs = itertools.product(arguments.transform, arguments.method, arguments.seed)
+    experiments = [_experiment(arguments, transform=t, method=m, seed=s) for t, m, s in runs]
+    print(
+        compare(experiments, arguments.out, arguments.resume, progress_bar=not arguments.quiet, say=_say),
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _need_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("the figures need matplotlib: pip install 'laplace-invariance[plots]'")
+
+
 def _demo_points(arguments: argparse.Namespace) -> None:
     from laplace_invariance import demos
 
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("the figure needs matplotlib: pip install 'laplace-invariance[plots]'")
+    _need_matplotlib()
     if arguments.epochs < demos.BURN_IN + demos.EVERY:
         raise SystemExit(f"--epochs must be at least {demos.BURN_IN + demos.EVERY}, got {arguments.epochs}")
     start = time.perf_counter()
@@ -58,7 +216,7 @@ def _demo_points(arguments: argparse.Namespace) -> None:
         n_samples=arguments.samples,
         seed=arguments.seed,
         progress_bar=not arguments.quiet,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=_say,
     )
     print(f"{result}\ntime            {time.perf_counter() - start:.0f} s")
 
@@ -71,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about itself
     try:
         arguments.run(arguments)
-    except ValueError as error:
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         raise SystemExit(f"laplace-invariance: {error}") from error
 
 

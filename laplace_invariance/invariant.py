@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import torch
@@ -75,6 +76,12 @@ class InvariantModel(nn.Module):
             _levels.reset(token)
         outputs = outputs.unflatten(0, (len(x), len(weights)))
         return torch.einsum("s,ns...->n...", weights.to(outputs.dtype), outputs)
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> InvariantModel:
+        """Call ``fn`` on all modules, children first, as every module does; of an augmentation that name is taken."""
+        for module in reversed(list(self.modules())):
+            fn(module)
+        return self
 
     def extra_repr(self) -> str:
         return f"n_samples={self.n_samples}"

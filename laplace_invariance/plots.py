@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import colorsys
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from laplace_invariance.augmentations import AffinePoints, Augmentation, LieGroup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,7 +18,17 @@ if TYPE_CHECKING:
 # matplotlib's cycle without its grey, and a dark blue
 COLOURS = [f"C{i}" for i in range(10) if i != 7] + ["navy"]
 
-__all__ = ["evidence", "learnt_range", "probability_by_angle", "shapes"]
+__all__ = [
+    "accuracies",
+    "evidence",
+    "evidence_terms",
+    "flow",
+    "learnt_range",
+    "probability_by_angle",
+    "ranges_over_epochs",
+    "samples",
+    "shapes",
+]
 
 
 def shapes(points: Tensor, labels: Tensor, ax: Axes, columns: int = 6) -> Axes:
@@ -64,3 +78,168 @@ def evidence(epochs: Sequence[float], curves: dict[str, Sequence[float]], ax: Ax
     ax.set(xlabel="epoch", ylabel="log evidence per datum")
     ax.legend(loc="lower right", fontsize="small")
     return ax
+
+
+def ranges_over_epochs(
+    epochs: Sequence[float], values: Mapping[str, Sequence[float]], truth: Mapping[str, float] | None, ax: Axes
+) -> Axes:
+    """Plot the ranges of several transformations over epochs, each with its true value dashed in the same colour.
+
+    Those that the data do not have, by ``truth`` zero or absent, are thin.
+
+    Args:
+        epochs: where the values were taken.
+        values: magnitudes by name, each as long as ``epochs``.
+        truth: true magnitudes by name; None if they are not known.
+        ax: to draw on.
+    """
+    wanted = list(values) if truth is None else [name for name in values if truth.get(name)]
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(values)}
+    for name in [*wanted, *(name for name in values if name not in wanted)]:
+        style: dict[str, Any] = {"lw": 2} if name in wanted else {"lw": 1, "alpha": 0.65, "zorder": 1}
+        ax.plot(epochs, values[name], color=colours[name], label=name.replace("_", " "), **style)
+    if truth is not None and wanted:
+        _dash({name: truth[name] for name in wanted}, colours, ax)
+    ax.set(xlabel="epoch", ylabel="range: rotation in radians, translation\nin half-widths, scale in log factors")
+    ax.set_ylim(bottom=0)
+    return _legend_beside(ax)
+
+
+def _dash(truth: Mapping[str, float], colours: Mapping[str, str], ax: Axes) -> None:
+    """Dash true values; one that several share is dashed in their colours in turn."""
+    for name, value in truth.items():
+        sharing = [other for other in truth if truth[other] == value]
+        dashes = (8 * sharing.index(name), (6, 8 * len(sharing) - 6))  # where to start, (drawn, left out)
+        ax.axhline(value, color=colours[name], ls=dashes, lw=1.2, zorder=1)
+    ax.plot([], [], color="k", ls="--", lw=1.2, label="true value")
+
+
+def _legend_beside(ax: Axes) -> Axes:
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
+    return ax
+
+
+@torch.no_grad()
+def samples(
+    augmentation: Augmentation, images: Tensor, n_samples: int, ax: Axes, title: str = "", *, seed: int = 0
+) -> Axes:
+    """Draw images, one per row, and beside each some samples of it under the augmentation.
+
+    Args:
+        augmentation: what to sample from.
+        images: ``[n, channels, height, width]`` in [0, 1], grey or RGB.
+        n_samples: samples per image.
+        ax: to draw on.
+        title: of the picture.
+        seed: of the draws, so that pictures can be repeated.
+    """
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise ValueError(f"samples draws images [n, 1 or 3, height, width], got shape {list(images.shape)}")
+    draws = augmentation.sample(len(images), n_samples, torch.Generator().manual_seed(seed))
+    tiles = torch.cat([images.unsqueeze(1), augmentation.apply(images, draws)], dim=1)
+    rows, columns, _, height, width = tiles.shape
+    mosaic = tiles.permute(0, 3, 1, 4, 2).reshape(rows * height, columns * width, -1).clamp(0, 1)
+    ax.imshow(mosaic.squeeze(-1).cpu(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    for i in range(1, columns):
+        ax.axvline(i * width - 0.5, color="w", lw=5 if i == 1 else 1)
+    for i in range(1, rows):
+        ax.axhline(i * height - 0.5, color="w", lw=1)
+    below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center", "va": "top"}
+    for text, centre in (("original", 0.5), ("samples", (columns + 1) / 2)):
+        ax.annotate(text, (centre / columns, 0), (0, -4), fontsize="small", **below)
+    ax.set(xticks=[], yticks=[], title=title)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return ax
+
+
+def evidence_terms(epochs: Sequence[float], terms: Mapping[str, Sequence[float]], ax: Axes) -> Axes:
+    """Plot the log evidence per datum over epochs, and what it is the sum of.
+
+    Args:
+        epochs: where the values were taken.
+        terms: values by name: the log evidence first, then log likelihood, minus half the log determinant ratio, minus half
+            the scatter.
+        ax: to draw on.
+    """
+    for i, (name, values) in enumerate(terms.items()):
+        style: dict[str, Any] = (
+            {"color": "k", "lw": 2.2} if i == 0 else {"color": COLOURS[(i - 1) % len(COLOURS)], "lw": 1.4}
+        )
+        ax.plot(epochs, values, label=name, **style)
+    ax.axhline(0, color="0.8", lw=0.8, zorder=0)
+    ax.set(xlabel="epoch", ylabel="nats per datum")
+    return _legend_beside(ax)
+
+
+@torch.no_grad()
+def flow(augmentation: LieGroup, ax: Axes, n_paths: int = 24, n_points: int = 5) -> Axes:
+    """Draw where transformations of the plane take a grid of points on their way, ``exp(t c.G)`` for t from 0 to 1.
+
+    Each point has a colour, and one faint line per draw ``c``: where few of them arrive they are pale. The square is the
+    image. For images these are the positions that a pixel reads; as draws are symmetric, what is seen there moves alike.
+
+    Args:
+        augmentation: an ``AffineImage``, ``AffinePoints`` in two dimensions, or another group of 3 x 3 matrices.
+        ax: to draw on.
+        n_paths: number of draws.
+        n_points: points along each side of the grid.
+    """
+    generators = getattr(augmentation, "generators", None)
+    if generators is None or generators.shape[-1] != 3:
+        found = type(augmentation).__name__ if generators is None else f"matrices {list(generators.shape[-2:])}"
+        raise ValueError(f"flow draws affine groups of the plane, matrices [3, 3], got {found}")
+    coefficients = augmentation.coefficients(augmentation.fixed(n_paths)[0])
+    # a little off the centre, so that a rotation takes no point to another, and how far each goes is seen
+    grid = torch.cartesian_prod(torch.linspace(-1, 0.85, n_points), torch.linspace(-0.9, 0.95, n_points))
+    grid = grid.to(coefficients)
+    paths = _paths(coefficients, generators, grid).cpu()
+    for (x, y), lines in zip(grid.tolist(), paths, strict=True):
+        colour = colorsys.hsv_to_rgb(math.atan2(y, x) / (2 * math.pi) % 1, 1.0, 0.75)
+        ax.plot(lines[..., 0], lines[..., 1], color=colour, lw=1.5, alpha=0.2, solid_capstyle="butt")
+        ax.plot(x, y, "o", color=colour, mec="k", mew=0.8, ms=5, zorder=4)
+    ax.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color="k", lw=1, zorder=3)
+    ax.set(xlabel="x (half-widths)", ylabel="y (half-widths)")
+    ax.set_aspect("equal")
+    if isinstance(augmentation, AffinePoints):
+        ax.set(xlabel="x", ylabel="y")
+    elif not ax.yaxis_inverted():
+        ax.invert_yaxis()
+    return ax
+
+
+def _paths(coefficients: Tensor, generators: Tensor, points: Tensor, n_times: int = 33) -> Tensor:
+    """Return ``exp(t c.G) p`` as ``[points, times, paths, 2]`` for coefficients ``[paths, k]`` and points ``[points, 2]``."""
+    times = torch.linspace(0, 1, n_times).to(coefficients)
+    maps = torch.linalg.matrix_exp(torch.einsum("t,ck,kij->tcij", times, coefficients, generators))[..., :2, :]
+    return torch.einsum("tcij,pj->ptci", maps, torch.cat([points, torch.ones_like(points[:, :1])], dim=1))
+
+
+def accuracies(table: Mapping[str, Mapping[str, float]], ax: Axes) -> Axes:
+    """Draw accuracies as bars, methods side by side within each kind of data.
+
+    The axis starts below the smallest value, at a multiple of ten percent, so heights are not proportional to accuracies.
+
+    Args:
+        table: by kind of data and method, in [0, 1]; a kind may lack a method.
+        ax: to draw on.
+    """
+    values = [value for row in table.values() for value in row.values()]
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise ValueError(f"accuracies must be between 0 and 1, and at least one, got {values}")
+    methods = list(dict.fromkeys(method for row in table.values() for method in row))
+    bottom = max(0, 10 * math.floor(10 * min(values) - 0.5))
+    width = 0.8 / len(methods)
+    for i, method in enumerate(methods):
+        places = [
+            (k + (i + 0.5) * width - 0.4, 100 * row[method]) for k, row in enumerate(table.values()) if method in row
+        ]
+        xs, heights = zip(*places, strict=True)
+        bars = ax.bar(xs, heights, width=0.92 * width, color=COLOURS[i % len(COLOURS)], label=method)
+        ax.bar_label(bars, fmt="%.1f", fontsize="small", padding=1)
+    ax.set_xticks(range(len(table)), [kind.replace("_", " ") for kind in table])
+    ax.tick_params(axis="x", length=0)
+    ax.set(ylabel="test accuracy (%)", ylim=(bottom, min(104, 1.04 * 100 * max(values) + 1)))
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    return _legend_beside(ax)

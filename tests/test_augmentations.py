@@ -95,12 +95,52 @@ def test_draws_replay_and_are_fresh():
     assert torch.equal(*(augmentation.sample(4, 3, generator) for generator in generators))
 
 
+@pytest.mark.parametrize("augmentation", [li.AffineImage(init=0.3), li.FiniteGroup("flips", init=1.0)])
+def test_a_call_is_recorded_and_replayed(augmentation):
+    from laplace_invariance.draws import recording, replaying
+
+    x, tape = torch.randn(IMAGES), []
+    with recording(tape):
+        first = augmentation(x)
+    with replaying(tape):
+        assert torch.equal(augmentation(x), first)
+    assert len(tape) == 1
+
+
 @pytest.mark.parametrize("draws", ["independent", "sobol"])
 def test_draws_are_uniform(draws):
     sample = li.AffineImage(draws=draws).sample(4000, 4)
     assert sample.abs().max() <= 1
     torch.testing.assert_close(sample.mean((0, 1)), torch.zeros(6), atol=0.02, rtol=0)
     torch.testing.assert_close(sample.square().mean((0, 1)), torch.full((6,), 1 / 3), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("n_samples", [1, 5, 8])
+def test_sobol_has_one_draw_in_each_part_of_every_axis(n_samples):
+    augmentation = li.AffineImage(draws="sobol")
+    draws = torch.cat([augmentation.sample(50, n_samples), augmentation.fixed(n_samples)])
+    parts = ((draws + 1) / 2 * n_samples).floor().long()
+    assert torch.equal(parts.sort(1).values, torch.arange(n_samples).view(1, -1, 1).expand_as(parts))
+
+
+def test_sobol_is_even_in_two_dimensions():
+    """Eight draws in the first two axes: one in each cell of 2 x 4 and of 4 x 2."""
+    draws = (li.AffineImage(draws="sobol").sample(50, 8)[..., :2] + 1) / 2
+    for cells in ((2, 4), (4, 2)):
+        index = (draws * torch.tensor(cells)).floor().long()
+        cell = index[..., 0] * cells[1] + index[..., 1]
+        assert torch.equal(cell.sort(1).values, torch.arange(8).expand(50, 8))
+
+
+@pytest.mark.parametrize("n_samples", [5, 8])
+def test_sobol_mean_has_the_variance_of_stratified_draws(n_samples):
+    """Of one uniform draw it is 1/3; of the mean of one draw in each of n parts, 1 / (3 n^3)."""
+    means = li.AffineImage(draws="sobol").sample(20000, n_samples).mean(1)
+    torch.testing.assert_close(means.var(0), torch.full((6,), 1 / 3 / n_samples**3), rtol=0.05, atol=0)
+
+
+def test_fixed_draws_of_one_sample_are_the_identity():
+    assert li.AffineImage(init=0.5).fixed(1).eq(0).all()
 
 
 def test_sobol_covers_more_evenly():
@@ -188,6 +228,7 @@ def test_finite_group_elements_and_weights():
     torch.testing.assert_close(samples[:, group.names.index("quarter_turn")], x.rot90(1, (2, 3)))
     torch.testing.assert_close(samples[:, group.names.index("horizontal_flip")], x.flip(3))
     torch.testing.assert_close(group.weights(6), torch.full((6,), 1 / 6))
+    assert group.magnitudes() == pytest.approx(dict.fromkeys(group.names, 1 / 6))
     group.eta.data[0] = -1.0
     group.project_()
     assert group.eta.min() == 0

@@ -78,3 +78,12 @@ def test_number_of_samples_is_checked(n_samples):
 def test_augmentation_type_is_checked():
     with pytest.raises(TypeError, match="Augmentation"):
         li.InvariantModel(nn.Linear(2, 2), nn.Identity())
+
+
+def test_functions_can_be_applied_to_all_modules():
+    """An augmentation's ``apply`` is not that of modules."""
+    model = nn.Sequential(li.InvariantModel(nn.Linear(2, 3), li.Compose(li.AffinePoints(), li.AffinePoints())))
+    seen = []
+    assert model.apply(seen.append) is model
+    assert set(seen) == set(model.modules())
+    assert seen.index(model[0].net) < seen.index(model[0]) < seen.index(model)

@@ -7,6 +7,7 @@ from torch import nn
 from laplace_invariance.curvature import AugmentedGGN, Block, check_model, kfac, register_rule
 from laplace_invariance.curvature import rules as rules_module
 from laplace_invariance.curvature.rules import rules
+from laplace_invariance.layers import ScalarBias, ScalarScale
 
 # (module, shape of a batch of inputs); every type in the registry must be here
 CASES = [
@@ -35,6 +36,8 @@ CASES = [
     (lambda: nn.LayerNorm((3, 5)), (2, 4, 3, 5)),
     (lambda: nn.LayerNorm(5), (2, 5)),
     (lambda: nn.RMSNorm(5), (2, 3, 5)),
+    (lambda: ScalarBias(), (2, 3, 5, 4)),
+    (lambda: ScalarScale(), (2, 3, 5, 4)),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from laplace_invariance.augmentations.box import Init, Names, as_factor, in_degrees
 from laplace_invariance.augmentations.lie import LieGroup
 
 __all__ = ["AffineImage", "AffinePoints"]
@@ -44,9 +44,9 @@ def affine_generators(dimensions: int) -> tuple[list[str], Tensor, list[float]]:
 
 def _in_words(name: str, magnitude: float, half_size: str) -> str:
     if name.endswith("rotation"):
-        return f"±{math.degrees(magnitude):.1f} degrees"
+        return in_degrees(magnitude)
     if name.endswith("scale"):
-        return f"factor {math.exp(-magnitude):.2f} to {math.exp(magnitude):.2f}"
+        return as_factor(magnitude)
     return f"±{magnitude:.3f}{half_size if name.endswith('translation') else ''}"
 
 
@@ -59,13 +59,15 @@ class AffineImage(LieGroup):
     a positive rotation turns the picture counter-clockwise, a positive x_translation moves it to the left, a positive
     x_scale makes it narrower. With bilinear interpolation the result is piecewise smooth in the hyperparameters.
 
-    Args: as for :class:`~laplace_invariance.augmentations.LieGroup`.
+    Args: as for :class:`~laplace_invariance.augmentations.BoxAugmentation`.
     """
+
+    input_ndims = (3,)
 
     def __init__(
         self,
-        init: float | Sequence[float] | Mapping[str, float] | Tensor = 0.0,
-        learn: str | Sequence[str] = "all",
+        init: Init = 0.0,
+        learn: Names = "all",
         constraint: str | None = None,
         correlated: bool = False,
         draws: str = "independent",
@@ -104,14 +106,16 @@ class AffinePoints(LieGroup):
 
     Args:
         dimensions: 2 or 3.
-        **kwargs: as for :class:`~laplace_invariance.augmentations.LieGroup`.
+        **kwargs: as for :class:`~laplace_invariance.augmentations.BoxAugmentation`.
     """
+
+    input_ndims = (1, 2)
 
     def __init__(
         self,
         dimensions: int = 2,
-        init: float | Sequence[float] | Mapping[str, float] | Tensor = 0.0,
-        learn: str | Sequence[str] = "all",
+        init: Init = 0.0,
+        learn: Names = "all",
         **kwargs: Any,
     ) -> None:
         if dimensions not in (2, 3):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from laplace_invariance.draws import taped
-from laplace_invariance.hyper import Hyperparameterised
+from laplace_invariance.hyper import Hyperparameterised, hyperparameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from laplace_invariance.augmentations.export import LearntTransform
 
 __all__ = ["Augmentation"]
 
@@ -17,7 +25,14 @@ class Augmentation(Hyperparameterised):
     A sample is ``apply(x, draws)``: all randomness is in the draws, all hyperparameters are in ``apply``, so any draw can
     be replayed and the sample differentiated with respect to the hyperparameters. With all hyperparameters zero it is the
     identity. As a module it transforms each input once, ``(n, ...) -> (n, ...)``, so it also fits into ``nn.Sequential``.
+
+    Attributes:
+        input_ndims: how many dimensions one input, without the batch, can have; needed by :meth:`to_transform` only.
+        unit_range: whether inputs have values in ``[0, 1]``, which :meth:`to_transform` keeps.
     """
+
+    input_ndims: tuple[int, ...] = ()
+    unit_range: bool = False
 
     def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Return fresh draws ``[n, n_samples, ...]`` for ``n`` inputs."""
@@ -37,8 +52,16 @@ class Augmentation(Hyperparameterised):
 
     def weights(self, n_samples: int) -> Tensor:
         """Return the weight of each of ``n_samples`` samples in the average over them, ``[n_samples]``, summing to one."""
-        reference = next(iter(self._buffers.values()))
+        reference = next(self.buffers(), torch.empty(()))
         return torch.full((n_samples,), 1 / n_samples, dtype=reference.dtype, device=reference.device)
+
+    def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return for each of ``n`` inputs one draw from the learnt distribution, ``[n, 1, ...]``."""
+        return self.sample(n, 1, generator)
+
+    def magnitudes(self) -> dict[str, float]:
+        """Return how far the transformations reach, in the units of the hyperparameters, by name."""
+        raise NotImplementedError
 
     def ranges(self) -> dict[str, str]:
         """Say in words and units what the hyperparameters mean, by name."""
@@ -46,7 +69,27 @@ class Augmentation(Hyperparameterised):
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform each input of ``x`` once, by a fresh draw."""
-        return self.apply(x, taped(lambda: self.sample(len(x), 1, generator))).squeeze(1)
+        return self.apply(x, taped(lambda: self.draw_one(len(x), generator))).squeeze(1)
+
+    def frozen(self) -> Self:
+        """Return a copy that has nothing to learn and does not change when this one learns."""
+        copy = deepcopy(self)
+        for tensor in hyperparameters(copy):
+            tensor.requires_grad_(False).grad = None
+        return copy
+
+    def to_transform(self, generator: torch.Generator | None = None) -> LearntTransform:
+        """Return a transform of ``torchvision.transforms.v2`` that draws from what has been learnt so far.
+
+        It is for ordinary training elsewhere: on images as tensors, ``tv_tensors.Image`` or PIL images, in a data set or
+        on batches, of which each element gets its own draw. Later learning does not change it.
+
+        Args:
+            generator: source of the draws; None is torch's default generator, which ``DataLoader`` seeds in its workers.
+        """
+        from laplace_invariance.augmentations.export import LearntTransform  # torchvision takes seconds to import
+
+        return LearntTransform(self, generator)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}: {words}" for name, words in self.ranges().items())

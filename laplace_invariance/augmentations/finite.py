@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from laplace_invariance.augmentations.base import Augmentation, check_draws
-from laplace_invariance.draws import taped
 
 __all__ = ["FiniteGroup"]
 
@@ -40,6 +39,8 @@ class FiniteGroup(Augmentation):
             half_turn, three_quarter_turn (counter-clockwise).
         init: initial ``eta``, one number.
     """
+
+    input_ndims = (3,)
 
     def __init__(self, elements: str | Sequence[str] = "all", init: float = 0.0) -> None:
         super().__init__()
@@ -82,21 +83,20 @@ class FiniteGroup(Augmentation):
         elements = torch.stack([ELEMENTS[name](x) for name in self.names], dim=1)
         return elements[torch.arange(len(x), device=x.device).unsqueeze(1), draws]
 
-    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Transform each image by one element, drawn by weight."""
-
-        def draw() -> Tensor:
-            weights = self.weights(len(self.names)).detach()
-            device = generator.device if generator is not None else weights.device
-            draws = torch.multinomial(weights.to(device), len(x), replacement=True, generator=generator)
-            return draws.to(weights.device).unsqueeze(1)
-
-        return self.apply(x, taped(draw)).squeeze(1)
+    def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return for each of ``n`` images one element, drawn by weight, ``[n, 1]``."""
+        weights = self.weights(len(self.names)).detach()
+        device = generator.device if generator is not None else weights.device
+        draws = torch.multinomial(weights.to(device), n, replacement=True, generator=generator)
+        return draws.to(weights.device).unsqueeze(1)
 
     @torch.no_grad()
+    def magnitudes(self) -> dict[str, float]:
+        """Return the weight of each element, by name."""
+        return dict(zip(self.names, self.weights(len(self.names)).tolist(), strict=True))
+
     def ranges(self) -> dict[str, str]:
-        weights = self.weights(len(self.names)).tolist()
-        return {name: f"weight {weight:.3f}" for name, weight in zip(self.names, weights, strict=True)}
+        return {name: f"weight {weight:.3f}" for name, weight in self.magnitudes().items()}
 
     def project_(self) -> None:
         self.eta.data.clamp_(min=0)

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.quasirandom import SobolEngine
 
-from laplace_invariance.augmentations.base import Augmentation, check_draws, check_n_samples
+from laplace_invariance.augmentations.box import BoxAugmentation, Init, Names
 
 __all__ = ["LieGroup"]
 
-CONSTRAINTS = (None, "softplus", "tanh")
-DRAWS = ("independent", "sobol", "grid")
-SOBOL_SEED = 0
 
-
-@lru_cache(maxsize=32)
-def _sobol_points(dimensions: int, n: int) -> Tensor:
-    return SobolEngine(dimensions, scramble=True, seed=SOBOL_SEED).draw(n, dtype=torch.float64)
-
-
-class LieGroup(Augmentation):
+class LieGroup(BoxAugmentation):
     """Transformations ``expm(sum_i c_i G_i)``, ``c = L e``, ``e`` uniform on ``[-1, 1]^k``.
-
-    ``L = diag(eta)`` by default, so that ``eta_i`` is the half-width of the range of generator ``i``. With
-    ``correlated=True``, ``L = diag(eta) + tril(mixing, -1)``: independent ranges cannot say "both axes are scaled together".
-    Draws are symmetric, so the sign of ``eta`` means nothing; :meth:`magnitudes` and :meth:`ranges` report absolute values.
 
     Args:
         names: the generators' names.
         generators: their matrices, ``[k, d, d]``.
-        limits: the largest useful magnitude of each, or infinity; :meth:`project_` clamps to it.
-        init: initial ``eta``: one number, one per generator, or a mapping from names (others are zero).
-        learn: ``"all"``, a name, or names of the generators to learn; the others stay at ``init``.
-        constraint: None (``eta`` itself), ``"softplus"`` (positive) or ``"tanh"`` (magnitude below ``limits``, or 1).
-        correlated: learn a lower-triangular mixing of the generators, too.
-        draws: ``"independent"``; ``"sobol"``, a scrambled Sobol set that is shifted at random for every input: each draw is
-            uniform, and the samples of one input cover the range evenly; or ``"grid"``, the same evenly spaced draws for
-            every input, for at most two generators that move. A grid is symmetric, hence has no gradient at ``init=0``.
+        limits, init, learn, constraint, correlated, draws: as for
+            :class:`~laplace_invariance.augmentations.BoxAugmentation`.
     """
 
     def __init__(
@@ -50,152 +27,25 @@ class LieGroup(Augmentation):
         names: Sequence[str],
         generators: Tensor,
         limits: Sequence[float],
-        init: float | Sequence[float] | Mapping[str, float] | Tensor = 0.0,
-        learn: str | Sequence[str] = "all",
+        init: Init = 0.0,
+        learn: Names = "all",
         constraint: str | None = None,
         correlated: bool = False,
         draws: str = "independent",
     ) -> None:
-        super().__init__()
-        if constraint not in CONSTRAINTS:
-            raise ValueError(f"unknown constraint {constraint!r}; choose from {CONSTRAINTS}")
-        if draws not in DRAWS:
-            raise ValueError(f"unknown draws {draws!r}; choose from {DRAWS}")
-        self.names = tuple(names)
-        self.constraint = constraint
-        self.correlated = correlated
-        self.draws = draws
-        self.learnt = self._indices(self.names if isinstance(learn, str) and learn == "all" else learn)
-        mask = torch.zeros(len(self.names))
-        mask[list(self.learnt)] = 1
+        super().__init__(names, limits, init, learn, constraint, correlated, draws)
         self.register_buffer("generators", generators, persistent=False)
-        self.register_buffer("limits", torch.tensor(list(limits)), persistent=False)
-        self.register_buffer("learnt_mask", mask, persistent=False)
-        start = self._initial(init)
-        self.register_hyperparameter("eta", self._unconstrained(start))
-        if correlated:
-            self.register_hyperparameter("mixing", torch.zeros(len(self.names), len(self.names)))
-        if draws == "grid":
-            self._moving = sorted({*self.learnt, *torch.nonzero(start).flatten().tolist()})
-            if correlated or len(self._moving) > 2:
-                raise ValueError(
-                    "draws='grid' covers one or two generators without mixing, but "
-                    f"{[self.names[i] for i in self._moving]} can move; use draws='sobol' or fewer names in learn="
-                )
-
-    def _indices(self, names: str | Sequence[str]) -> tuple[int, ...]:
-        names = (names,) if isinstance(names, str) else tuple(names)
-        for name in names:
-            if name not in self.names:
-                raise ValueError(
-                    f"{type(self).__name__} has no generator {name!r}; choose from {', '.join(self.names)}"
-                )
-        return tuple(sorted(self.names.index(name) for name in names))
-
-    def _initial(self, init: float | Sequence[float] | Mapping[str, float] | Tensor) -> Tensor:
-        k = len(self.names)
-        if isinstance(init, Mapping):
-            values = torch.zeros(k)
-            for name, value in init.items():
-                values[self._indices(name)[0]] = value
-        else:
-            values = torch.as_tensor(init, dtype=torch.get_default_dtype()).detach().clone()
-            if values.ndim == 0:  # one number: the range of what is learnt
-                values = values * self.learnt_mask
-            if values.shape != (k,):
-                raise ValueError(
-                    f"init must be one number or {k}, for {', '.join(self.names)}; got {list(values.shape)}"
-                )
-        if not torch.isfinite(values).all():
-            raise ValueError(f"init must be finite, got {values.tolist()}")
-        return values
-
-    def _bounds(self) -> Tensor:
-        return torch.where(torch.isfinite(self.limits), self.limits, torch.ones_like(self.limits))
-
-    def _unconstrained(self, values: Tensor) -> Tensor:
-        """Return the ``eta`` whose constrained value is ``values``; what is not learnt is not constrained either."""
-        if self.constraint == "softplus":
-            # zero is at minus infinity; 1e-3 is a range that changes nothing and still has a gradient
-            raw = torch.log(torch.expm1(values.abs().clamp(min=1e-3)))
-            return torch.where(self.learnt_mask > 0, raw, values)
-        if self.constraint == "tanh":
-            bounds = self._bounds()
-            if (values.abs() >= bounds).any():
-                raise ValueError(
-                    f"init must be below {bounds.tolist()} in magnitude for constraint='tanh', got {values.tolist()}"
-                )
-            return torch.where(self.learnt_mask > 0, bounds * torch.atanh(values / bounds), values)
-        return values
-
-    def half_widths(self) -> Tensor:
-        """Return the constrained ``eta``, ``[k]``; differentiable inside ``differentiable()`` where learnt."""
-        eta = widths = self.hyperparameter("eta")
-        if self.constraint == "softplus":
-            widths = F.softplus(eta)
-        elif self.constraint == "tanh":
-            bounds = self._bounds()
-            widths = bounds * torch.tanh(eta / bounds)
-        return torch.where(self.learnt_mask > 0, widths, eta.detach())
-
-    def coefficients(self, draws: Tensor) -> Tensor:
-        """Return ``L e`` for draws ``e``, ``[..., k]``."""
-        widths = self.half_widths()
-        if not self.correlated:
-            return draws * widths
-        learnt = self.learnt_mask
-        mixing = torch.tril(self.hyperparameter("mixing"), -1) * torch.outer(learnt, learnt)
-        return draws @ (torch.diag(widths) + mixing).mT
 
     def matrices(self, draws: Tensor) -> Tensor:
         """Return the transformation matrices ``[..., d, d]`` of draws ``[..., k]``."""
-        return torch.linalg.matrix_exp(torch.einsum("...k,kij->...ij", self.coefficients(draws), self.generators))
+        return self._exponential(self.coefficients(draws))
 
-    def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        check_n_samples(n_samples)
-        if self.draws == "grid":
-            return self.fixed(n_samples)
-        k = len(self.names)
-        device = generator.device if generator is not None else self.eta.device
-        if self.draws == "independent":
-            draws = torch.rand(n, n_samples, k, generator=generator, device=device, dtype=self.eta.dtype)
-            return (2 * draws - 1).to(self.eta.device)
-        shift = torch.rand(n, 1, k, generator=generator, device=device, dtype=self.eta.dtype).to(self.eta.device)
-        return 2 * torch.remainder(self._sobol(n_samples) + shift, 1.0) - 1
+    def _exponential(self, coefficients: Tensor) -> Tensor:
+        return torch.linalg.matrix_exp(torch.einsum("...k,kij->...ij", coefficients, self.generators))
 
-    def fixed(self, n_samples: int) -> Tensor:
-        check_n_samples(n_samples)
-        return self._grid(n_samples) if self.draws == "grid" else 2 * self._sobol(n_samples).unsqueeze(0) - 1
-
-    def _sobol(self, n_samples: int) -> Tensor:
-        return _sobol_points(len(self.names), n_samples).to(self.eta)
-
-    def _grid(self, n_samples: int) -> Tensor:
-        draws = self.eta.new_zeros(1, n_samples, len(self.names))
-        if not self._moving:
-            return draws
-        side = n_samples if len(self._moving) == 1 else math.isqrt(n_samples)
-        if side ** len(self._moving) != n_samples:
-            raise ValueError(f"a grid of two generators needs a square number of samples, got n_samples = {n_samples}")
-        midpoints = (2 * torch.arange(side, device=draws.device, dtype=draws.dtype) + 1) / side - 1
-        axes = torch.meshgrid(*[midpoints] * len(self._moving), indexing="ij")
-        draws[0, :, self._moving] = torch.stack([axis.flatten() for axis in axes], dim=-1)
-        return draws
-
-    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
-        check_draws(draws, len(x), (len(self.names),), self)
-        return self.act(x, self.matrices(draws.to(self.eta)))
+    def move(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        return self.act(x, self._exponential(coefficients))
 
     def act(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Apply ``matrices`` ``[n or 1, n_samples, d, d]`` to ``x`` ``[n, ...]``, giving ``[n, n_samples, ...]``."""
         raise NotImplementedError
-
-    @torch.no_grad()
-    def magnitudes(self) -> dict[str, float]:
-        """Return the largest magnitude that each coefficient can take, by name (radians for rotations)."""
-        reach = self.coefficients(torch.eye(len(self.names)).to(self.eta)).abs().sum(0)
-        return dict(zip(self.names, reach.tolist(), strict=True))
-
-    def project_(self) -> None:
-        if self.constraint is None:
-            self.eta.data.copy_(self.eta.data.maximum(-self.limits).minimum(self.limits))

@@ -1,0 +1,184 @@
+"""Checkpoints: written atomically, loaded without executing code, and complete, so that a run goes on bit for bit.
+
+A checkpoint is a dictionary of tensors, numbers, strings, lists and dictionaries of these. It is written to a temporary file
+beside its place and moved there, so that whoever looks finds the old one or the new one, whenever the process dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+__all__ = ["Journal", "RandomStates", "read", "write"]
+
+FORMAT = 1
+
+
+def _replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Let ``fill`` write a temporary file, force it to the disk, and move it to ``path``."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint, atomically."""
+    _replace(path, lambda file: torch.save({"format": FORMAT, **state}, file))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint; a file that is none, or only a part of one, is refused and left alone."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch raises many kinds, from struct and zip to pickle
+        raise ValueError(
+            f"{path} is not a readable checkpoint (damaged, truncated, or another kind of file): {error}; "
+            "nothing was changed; remove it or name another file to start anew"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is a torch file, but not a checkpoint of marglik_training in format {FORMAT}; nothing was changed"
+        )
+    return state
+
+
+class RandomStates:
+    """The state of every source of randomness that a run may draw from.
+
+    Those of torch (all devices), numpy and Python; and the generators of the loaders and their samplers, of the model's modules,
+    and others that are given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loaders: Iterable[DataLoader | None],
+        others: Iterable[torch.Generator | None] = (),
+    ) -> None:
+        owners: list[Any] = list(model.modules())
+        for loader in loaders:
+            samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+            samplers.append(getattr(samplers[-1], "sampler", None))
+            owners += [loader, *samplers, getattr(loader, "dataset", None)]
+        found = [*(getattr(owner, "generator", None) for owner in owners), *others]
+        unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+        self._generators = list(unique.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all states, as tensors and numbers."""
+        _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+            "python": random.getstate(),
+            "generators": [generator.get_state() for generator in self._generators],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put all states back."""
+        if len(state["generators"]) != len(self._generators):
+            raise ValueError(
+                f"the checkpoint has the states of {len(state['generators'])} torch.Generator objects, but model, loaders "
+                f"and arguments have {len(self._generators)}; build them as in the run that wrote it"
+            )
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and state["cuda"]:
+            torch.cuda.set_rng_state_all(state["cuda"])
+        keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        for generator, value in zip(self._generators, state["generators"], strict=True):
+            generator.set_state(value)
+
+
+class Resumable(Protocol):
+    """What can be written to a checkpoint and read from it."""
+
+    epoch: int
+    history: list[dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], path: Path) -> None: ...
+
+    def is_good(self) -> bool: ...
+
+
+class Journal:
+    """Checkpoint and history of a run on the disk; either may be None.
+
+    Args:
+        run: what is written, and read now if it is resumed.
+        random_states: written and read with it.
+        checkpoint: file of the checkpoint.
+        history: file of the history, JSON lines.
+        resume: go on from the checkpoint if it exists; without it neither file may exist.
+    """
+
+    def __init__(
+        self,
+        run: Resumable,
+        random_states: RandomStates,
+        checkpoint: str | Path | None,
+        history: str | Path | None,
+        resume: bool,
+    ) -> None:
+        self._run, self._random_states = run, random_states
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._history = None if history is None else Path(history)
+        self._good_epoch: int | None = None
+        if resume and self._checkpoint is None:
+            raise ValueError("resume=True needs to know the checkpoint=")
+        for path in (self._checkpoint, self._history):
+            if path is not None and path.exists() and not resume:
+                raise FileExistsError(f"{path} exists; resume=True goes on from it, another name starts anew")
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if resume and self._checkpoint.exists():
+            state = read(self._checkpoint)
+            run.load_state_dict(state["run"], self._checkpoint)
+            random_states.load_state_dict(state["random"])
+            self._good_epoch = run.epoch
+        else:
+            self._save()
+        if self._history is not None:  # without what an interrupted run had written after its last checkpoint
+            lines = "".join(json.dumps(record) + "\n" for record in run.history)
+            _replace(self._history, lambda file: file.write(lines.encode()))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record to the history, and write a checkpoint unless something has just gone wrong."""
+        if self._history is not None:
+            with self._history.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        if self._run.is_good():
+            self._save()
+
+    def last_good(self) -> str:
+        """Say where the last good checkpoint is."""
+        if self._good_epoch is None:
+            return "no checkpoint was asked for"
+        return f"the last good checkpoint, of epoch {self._good_epoch}, is {self._checkpoint}"
+
+    def _save(self) -> None:
+        if self._checkpoint is not None:
+            write(self._checkpoint, {"run": self._run.state_dict(), "random": self._random_states.state_dict()})
+            self._good_epoch = self._run.epoch

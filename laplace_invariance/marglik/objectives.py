@@ -1,0 +1,64 @@
+"""What hyperparameters are learnt by: the evidence, the training loss with a reward for wide ranges, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_invariance.hyper import differentiable, hyperparameters
+
+__all__ = ["MAP", "Augerino", "Evidence", "Objective"]
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+class Objective:
+    """How ``marglik_training`` learns hyperparameters.
+
+    Attributes:
+        estimates: whether the evidence is estimated, and moves prior precisions and noise.
+        steps_in_training: whether the training loss moves hyperparameters, with every batch, instead of the evidence.
+    """
+
+    estimates = False
+    steps_in_training = False
+
+    def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch, to which the prior's term is added."""
+        return criterion(model(x), y)
+
+
+class Evidence(Objective):
+    """Learn prior precisions, noise and hyperparameters by the Laplace approximation of the evidence."""
+
+    estimates = True
+
+
+class MAP(Objective):
+    """Learn weights only: prior precisions, noise and hyperparameters stay as they are."""
+
+
+class Augerino(Objective):
+    """Learn hyperparameters by the training loss, with a reward for wide ranges (Benton et al., 2020).
+
+    The loss is ``criterion(f(x), y) - strength * |eta|``. Prior precisions and noise are learnt by evidence, as otherwise.
+
+    Args:
+        strength: of the reward; 0.01 in the paper.
+    """
+
+    estimates = True
+    steps_in_training = True
+
+    def __init__(self, strength: float = 0.01) -> None:
+        if strength < 0:
+            raise ValueError(f"strength must not be negative, got {strength}")
+        self.strength = strength
+
+    def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
+        width = torch.cat([eta.flatten() for eta in hyperparameters(model) if eta.requires_grad]).norm()
+        with differentiable():
+            return criterion(model(x), y) - self.strength * width

@@ -1,0 +1,670 @@
+"""Training by the evidence: the same as laplace's where there is nothing to learn, resumable, and robust."""
+
+import json
+import logging
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import laplace
+import numpy as np
+import pytest
+import torch
+from laplace.curvature import CurvlinopsGGN
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_invariance as li
+from laplace_invariance import datasets
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.marglik import MAP, Augerino, Objective, checkpointing
+
+FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
+
+
+def points(n=30, classes=3):
+    x = torch.randn(n, 2)
+    return TensorDataset(
+        x, (x[:, 0] > 0).long() + (x.norm(dim=1) > 1.3).long() if classes else x.norm(dim=1, keepdim=True)
+    )
+
+
+def loader_of(data, batch_size=7, **kwargs):
+    return DataLoader(data, batch_size=batch_size, shuffle=True, **kwargs)
+
+
+def network(outputs=3):
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+def invariant(outputs=3, **kwargs):
+    augmentation = li.AffinePoints(init={"rotation": 0.2}, learn="rotation", **kwargs)
+    return li.InvariantModel(network(outputs), augmentation, n_samples=3)
+
+
+def without_times(history):
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+def bits(state):
+    return {name: value.clone() for name, value in state.items()}
+
+
+def assert_same(one, other):
+    """Bit-equal: weights, hyperparameters, priors, histories."""
+    assert without_times(one.history) == without_times(other.history)
+    assert (one.losses, one.margliks, one.best_epoch) == (other.losses, other.margliks, other.best_epoch)
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    assert torch.equal(one.prior_precision, other.prior_precision)
+    assert one.la.log_marginal_likelihood().item() == other.la.log_marginal_likelihood().item()
+
+
+# The same as laplace.
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prior_structure": "scalar", "temperature": 0.5, "sigma_noise_init": 0.7, "fix_sigma_noise": True},
+        {"marglik_frequency": 2, "n_epochs_burnin": 3, "prior_prec_init": 3.0, "prior_structure": "diag"},
+    ],
+)
+def test_equals_laplace_without_hyperparameters(likelihood, structure, options):
+    if options.get("prior_structure") == "diag" and structure == "kron":
+        pytest.skip("laplace has no diagonal prior for Kronecker factors")
+    outputs = 3 if likelihood == "classification" else 1
+    # laplace drops the gradient of the noise for Kronecker factors, so there the noise is fixed in both
+    options = options | ({"fix_sigma_noise": True} if structure == "kron" else {})
+    data = points(classes=outputs if outputs > 1 else 0)
+    settings = FEW | {"likelihood": likelihood, "hessian_structure": structure, **options}
+    found = []
+    for train in (laplace.marglik_training, li.marglik_training):
+        torch.manual_seed(1)
+        model = network(outputs)
+        found.append(tuple(train(model, loader_of(data), backend=AugmentedGGN, **settings)))
+    (_, _, margliks, losses), (la, _, our_margliks, our_losses) = found
+    torch.testing.assert_close(our_losses, losses)
+    torch.testing.assert_close(our_margliks, margliks)
+    assert la.log_marginal_likelihood().isfinite()
+
+
+def test_accepts_every_argument_of_laplace():
+    import inspect
+
+    theirs = inspect.signature(laplace.marglik_training).parameters
+    ours = inspect.signature(li.marglik_training).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name in set(theirs) - {"backend"}:
+        assert ours[name].default == theirs[name].default
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
+
+
+def test_works_with_a_backend_of_laplace():
+    result = li.marglik_training(network(), loader_of(points()), backend=CurvlinopsGGN, **FEW)
+    assert len(result.margliks) == 8
+
+
+# What it learns.
+
+
+def test_result_unpacks_to_four_and_carries_the_rest():
+    result = li.marglik_training(invariant(), loader_of(points()), valid_loader=loader_of(points(11)), **FEW)
+    la, model, margliks, losses = result
+    assert (la, model, margliks, losses) == (result[0], result[1], result[2], result[3])
+    assert len(result) == 4
+    assert len(losses) == len(result.history) == 4
+    assert len(margliks) == 8
+    record = result.history[-1]
+    terms = record["log_likelihood"] - 0.5 * (record["log_det_ratio"] + record["scatter"])
+    assert record["evidence"] == pytest.approx(terms)
+    assert 0 <= record["valid"]["accuracy"] <= 1
+    assert set(record["hyperparameters"]) == set(result.hyperparameters) == {"augmentation.eta"}
+    assert record["ranges"]["augmentation"]["rotation"] == abs(record["hyperparameters"]["augmentation.eta"][2])
+    assert len(record["prior_precision"]) == 4
+    assert record["seconds"]["train"] > 0
+    assert record["skipped"] == {"weights": 0, "priors": 0, "hyperparameters": 0}
+
+
+def test_best_evidence_restores_weights_hyperparameters_and_priors():
+    torch.manual_seed(3)
+    kept = {}
+
+    def keep(record, model):
+        kept[record["epoch"]] = (record, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+    # a huge step of eta after every estimate makes early epochs the best
+    result = li.marglik_training(
+        invariant(), loader_of(points()), callbacks=[keep], lr_aug=1.0, **FEW | {"n_epochs": 8}
+    )
+    best = max((r for r in result.history), key=lambda r: r["evidence"])
+    assert result.best_epoch == best["epoch"]
+    assert result.best_epoch < 8
+    record, weights = kept[result.best_epoch]
+    for name, value in result.model.named_parameters():
+        assert torch.equal(value, weights[name])
+    assert result.prior_precision.tolist() == record["prior_precision"]
+    # the evidence was that of eta before its step
+    before = result.history[result.best_epoch - 2]["hyperparameters"]["augmentation.eta"]
+    assert result.hyperparameters["augmentation.eta"].tolist() == before
+    assert result.model.augmentation.eta.tolist() == before
+    assert torch.equal(result.la.prior_precision, result.prior_precision)
+
+
+def test_gradient_of_hyperparameters_is_that_of_the_evidence():
+    """The first step of plain gradient descent would be lr * gradient; Adam's first step is lr * sign."""
+    torch.manual_seed(0)
+    model, data = invariant(), points()
+    model.augmentation.draws = "sobol"
+    loader = DataLoader(data, batch_size=10)
+    li.marglik_training(model, loader, objective=MAP(), n_epochs=1)
+    eta = model.augmentation.eta.detach().clone()
+    torch.manual_seed(5)
+    result = li.marglik_training(model, loader, n_epochs=1, optimizer_kwargs={"lr": 0.0}, n_hypersteps=0, lr_aug=0.01)
+    moved = torch.tensor(result.history[-1]["hyperparameters"]["augmentation.eta"]) - eta
+    torch.manual_seed(5)
+    model.train()
+    list(loader), model(data.tensors[0])  # the draws of the training epoch
+    assert moved[2].abs().item() == pytest.approx(0.01, rel=1e-3)
+    assert moved[[0, 1, 3, 4, 5]].eq(0).all()
+
+
+def test_gradient_in_some_batches_is_unbiased():
+    """With draws that repeat, the mean over all choices of one of three batches equals the gradient in all of them."""
+    from laplace_invariance.marglik.run import _PartlyDifferentiable
+
+    model, data = invariant(draws="grid"), points()
+    loader = DataLoader(data, batch_size=11)
+    eta = model.augmentation.eta
+
+    def gradient(batches):
+        la = laplace.Laplace(model, "classification", "all", "kron", backend=AugmentedGGN)
+        la.fit(_PartlyDifferentiable(loader, [eta], batches))
+        eta.requires_grad_()
+        (-la.log_marginal_likelihood()).backward()
+        found, eta.grad = eta.grad.clone(), None
+        return found
+
+    parts = [3 * gradient({i}) for i in range(3)]
+    assert not torch.allclose(parts[0], parts[1])
+    torch.testing.assert_close(sum(parts) / 3, gradient({0, 1, 2}))
+
+
+def test_some_batches_scale_the_gradient(monkeypatch):
+    """The step sees the gradient of the chosen batches divided by their share."""
+    seen = []
+    monkeypatch.setattr(torch.optim.Adam, "step", _spy(torch.optim.Adam.step, seen))
+    torch.manual_seed(0)
+    model = invariant()
+    loader = DataLoader(points(), batch_size=10)
+    li.marglik_training(
+        model, loader, n_epochs=1, n_hypersteps=0, n_hyper_batches=1, generator=torch.Generator().manual_seed(1)
+    )
+    (scaled,) = [g for g in seen if g.shape == (6,)]
+    assert scaled[2] != 0
+    assert model.augmentation.eta.requires_grad
+
+
+def _spy(step, seen):
+    def spied(self, *args, **kwargs):
+        parameters = self.param_groups[0]["params"]
+        if len(parameters) == 1 and parameters[0].grad is not None:
+            seen.append(parameters[0].grad.clone())
+        return step(self, *args, **kwargs)
+
+    return spied
+
+
+def test_model_is_trained_in_train_mode():
+    modes = []
+
+    class Watch(nn.Module):
+        def forward(self, x):
+            modes.append(self.training)
+            return x
+
+    li.marglik_training(
+        nn.Sequential(Watch(), network()), DataLoader(points(), batch_size=30), n_epochs=2, n_hypersteps=1
+    )
+    first = modes.index(False)
+    assert True in modes[first:]
+
+
+def test_training_loss_never_moves_hyperparameters():
+    model = invariant()
+    result = li.marglik_training(model, loader_of(points()), objective=MAP(), **FEW)
+    assert model.augmentation.eta[2].item() == 0.2
+    assert torch.equal(result.prior_precision, torch.ones(4))
+    assert result.history[-1]["evidence"] is None
+    assert result.best_epoch == 4
+
+
+def test_augerino_moves_them_by_the_loss_and_widens_them_by_its_reward():
+    moved = {}
+    for strength in (0.0, 10.0):
+        torch.manual_seed(0)
+        model = invariant()
+        result = li.marglik_training(
+            model, loader_of(points()), objective=Augerino(strength), lr_aug=0.01, lr_aug_min=0.01, **FEW
+        )
+        moved[strength] = result.history[-1]["hyperparameters"]["augmentation.eta"][2]
+        assert result.history[-1]["evidence"] is not None
+        assert not torch.equal(result.prior_precision, torch.ones(4))
+    assert moved[0.0] != 0.2
+    assert moved[10.0] == pytest.approx(0.2 + 0.01 * 20, abs=0.02)  # 20 batches, each a full step of Adam
+    with pytest.raises(ValueError, match="strength"):
+        Augerino(-1.0)
+
+
+def test_an_objective_of_ones_own():
+    class Smoothed(Objective):
+        estimates = True
+
+        def training_loss(self, model, criterion, x, y):
+            return nn.functional.cross_entropy(model(x), y, label_smoothing=0.1)
+
+    result = li.marglik_training(invariant(), loader_of(points()), objective=Smoothed(), **FEW)
+    assert result.history[-1]["evidence"] is not None
+
+
+def test_step_size_follows_half_a_cosine():
+    from laplace_invariance.marglik.run import Schedule
+
+    schedule = Schedule(11, 0, 1, 1, 1, lr_aug=0.1, lr_aug_min=0.02)
+    assert schedule.rate(1) == pytest.approx(0.1)
+    assert schedule.rate(11) == pytest.approx(0.02 + 0.08 * (1 + math.cos(math.pi * 10 / 11)) / 2)
+    assert [schedule.rate(e) > schedule.rate(e + 1) for e in range(1, 11)] == [True] * 10
+
+
+def test_rounds_of_priors_and_hyperparameters():
+    data = loader_of(points())
+    one = li.marglik_training(invariant(), data, **FEW | {"n_epochs": 1}, n_hypersteps_prior=3)
+    assert len(one.margliks) == 6  # two rounds of three
+    eta = one.history[-1]["hyperparameters"]["augmentation.eta"][2]
+    assert abs(eta - 0.2) > 0.06  # two steps of 0.05
+
+
+def test_loaders_for_the_evidence():
+    data = points()
+    result = li.marglik_training(invariant(), loader_of(data), marglik_batch_size=30, **FEW)
+    assert result.history[-1]["evidence"] is not None
+    li.marglik_training(invariant(), loader_of(data), marglik_loader=DataLoader(data, batch_size=15), **FEW)
+    with pytest.raises(ValueError, match="not both"):
+        li.marglik_training(invariant(), loader_of(data), marglik_loader=loader_of(data), marglik_batch_size=3, **FEW)
+    with pytest.raises(ValueError, match="evidence is that of the training data"):
+        li.marglik_training(invariant(), loader_of(data), marglik_loader=loader_of(points(9)), **FEW)
+
+
+def test_validation_data_chooses_nothing():
+    data = points()
+    found = []
+    for valid in (None, DataLoader(points(17), batch_size=5)):
+        torch.manual_seed(2)
+        found.append(li.marglik_training(invariant(), loader_of(data), valid_loader=valid, **FEW))
+    torch.testing.assert_close(found[0].losses, found[1].losses)
+    assert found[0].best_epoch == found[1].best_epoch
+
+
+def test_regression_learns_noise_priors_and_range():
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    data = datasets.rotation_regression(100, noise=0.3, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 1))
+    augmentation = li.AffinePoints(learn="rotation", draws="sobol")
+    result = li.marglik_training(
+        li.InvariantModel(net, augmentation, 8),
+        loader_of(data, 25),
+        "regression",
+        n_epochs=150,
+        n_epochs_burnin=10,
+        marglik_frequency=2,
+        marglik_batch_size=100,
+        optimizer_kwargs={"lr": 2e-2},
+    )
+    assert 0.24 < result.sigma_noise.item() < 0.36
+    assert augmentation.magnitudes()["rotation"] > 2.7
+    assert result.prior_precision.log().std() > 1
+
+
+# What goes wrong.
+
+
+class Bad(nn.Module):
+    """Not finite while ``when`` says so."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.calls = when, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * math.nan if self.when(self) else x
+
+
+def test_bad_training_steps_are_skipped_counted_and_logged(caplog):
+    bad = Bad(lambda self: self.training and self.calls % 4 == 0)
+    with caplog.at_level(logging.WARNING):
+        result = li.marglik_training(nn.Sequential(network(), bad), loader_of(points()), **FEW)
+    assert result.skipped["weights"] > 0
+    assert result.skipped["priors"] == 0
+    assert "step of weights skipped: the objective is not finite" in caplog.text
+    assert all(math.isfinite(loss) for loss in result.losses)
+    assert all(p.isfinite().all() for p in result.model.parameters())
+
+
+def test_a_bad_gradient_does_not_reach_the_weights():
+    class Kink(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            Kink.calls += 1
+            # finite, but its derivative at zero is not
+            return x + (x - x.detach()).abs().sqrt() if self.training and Kink.calls % 3 == 0 else x
+
+    result = li.marglik_training(nn.Sequential(network(), Kink()), loader_of(points()), **FEW)
+    assert result.skipped["weights"] > 0
+    assert all(p.isfinite().all() for p in result.model.parameters())
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_bad_evidence_is_skipped(structure):
+    epoch = [1]
+    bad = Bad(lambda self: not self.training and epoch[0] in (3, 4))
+    result = li.marglik_training(
+        nn.Sequential(invariant(), bad),
+        loader_of(points()),
+        hessian_structure=structure,
+        callbacks=[lambda record, model: epoch.__setitem__(0, record["epoch"] + 1)],
+        **FEW | {"n_epochs": 6},
+    )
+    assert result.skipped["priors"] >= 2
+    assert [record["evidence"] is None for record in result.history] == [False, False, True, True, False, False]
+    etas = [record["hyperparameters"]["0.augmentation.eta"][2] for record in result.history]
+    assert etas[1] == etas[3] != etas[5]
+    assert json.loads(json.dumps(result.history, allow_nan=False)) == result.history
+    assert math.isfinite(result.la.log_marginal_likelihood())
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(tmp_path):
+    path = tmp_path / "run.pt"
+    bad = Bad(lambda self: self.calls > 40)
+    with pytest.raises(
+        FloatingPointError, match=r"3 steps of \w+ in a row .* last good checkpoint, of epoch \d+"
+    ) as error:
+        li.marglik_training(
+            nn.Sequential(network(), bad),
+            loader_of(points()),
+            checkpoint=path,
+            max_bad_steps=3,
+            **FEW | {"n_epochs": 40},
+        )
+    assert str(path) in str(error.value)
+    state = checkpointing.read(path)["run"]
+    assert 0 < state["epoch"] < 40
+    assert all(torch.isfinite(value).all() for value in state["model"].values())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"likelihood": "poisson"}, ValueError, "'classification' or 'regression'"),
+        ({"n_epochs": 0}, ValueError, "n_epochs must be positive"),
+        ({"lr_aug": math.inf}, ValueError, "lr_aug must be positive and finite"),
+        ({"n_hyper_batches": 0}, ValueError, "n_hyper_batches"),
+        ({"resume": True}, ValueError, "resume=True needs to know the checkpoint"),
+        (
+            {"train_loader": DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))},
+            ValueError,
+            "train_loader is empty",
+        ),
+        ({"train_loader": [1, 2]}, TypeError, "train_loader must be a DataLoader"),
+        (
+            {"valid_loader": DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))},
+            ValueError,
+            "valid_loader is empty",
+        ),
+    ],
+)
+def test_bad_arguments_are_explained(change, error, match):
+    arguments = {"model": invariant(), "train_loader": loader_of(points()), **FEW, **change}
+    with pytest.raises(error, match=match):
+        li.marglik_training(**arguments)
+
+
+def test_a_range_that_is_not_finite_is_refused():
+    model = invariant()
+    model.augmentation.eta.data[2] = math.nan
+    with pytest.raises(ValueError, match=r"augmentation\.eta is not finite"):
+        li.marglik_training(model, loader_of(points()), **FEW)
+
+
+def test_weight_decay_is_the_priors():
+    kwargs = {"lr": 0.01, "weight_decay": 0.1}
+    with pytest.warns(UserWarning, match="weight decay"):
+        li.marglik_training(network(), loader_of(points()), n_epochs=1, optimizer_kwargs=kwargs)
+    assert kwargs["weight_decay"] == 0.1
+
+
+# Silence.
+
+
+def test_prints_nothing_unless_asked(capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        li.marglik_training(invariant(), loader_of(points()), **FEW)
+    assert capfd.readouterr() == ("", "")
+    li.marglik_training(invariant(), loader_of(points()), progress_bar=True, valid_loader=loader_of(points(9)), **FEW)
+    out, err = capfd.readouterr()
+    assert out == ""
+    for word in ("4/4", "evidence", "accuracy", "rotation"):
+        assert word in err
+
+
+def test_history_can_be_read_while_it_runs(tmp_path):
+    path = tmp_path / "history.jsonl"
+    lengths = []
+    result = li.marglik_training(
+        invariant(),
+        loader_of(points()),
+        history=path,
+        callbacks=[lambda record, model: lengths.append(len(path.read_text().splitlines()))],
+        **FEW,
+    )
+    assert lengths == [1, 2, 3, 4]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == result.history
+
+
+# Checkpoints.
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping_after(epoch):
+    def stop(record, model):
+        if record["epoch"] == epoch:
+            raise Stop
+
+    return stop
+
+
+def run_of(tmp_path, name="run", data=None, **options):
+    """A run with every kind of randomness: loader, draws, dropout, the choice of batches, numpy and Python."""
+    torch.manual_seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    random.seed(7)
+
+    class Noisy(torch.utils.data.Dataset):
+        def __init__(self):
+            self.data = points()
+
+        def __len__(self):
+            return len(self.data)
+
+        def __getitem__(self, i):
+            x, y = self.data[i]
+            return x + 0.01 * np.random.randn() + 0.01 * random.random(), y  # noqa: NPY002
+
+    data = Noisy()
+    loader = DataLoader(data, 7, shuffle=True, generator=torch.Generator().manual_seed(3))
+    net = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3))
+    augmentation = li.AffinePoints(init={"rotation": 0.2}, learn=("rotation", "x_scale"))
+    model = li.InvariantModel(net, augmentation, 3, generator=torch.Generator().manual_seed(4))
+    settings = {
+        "n_epochs": 6,
+        "n_hypersteps": 2,
+        "n_hyper_batches": 2,
+        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
+        "scheduler_kwargs": {"T_max": 30},
+        "generator": torch.Generator().manual_seed(5),
+        "lr_aug_min": 0.01,
+    }
+    return li.marglik_training(
+        model, loader, checkpoint=tmp_path / f"{name}.pt", history=tmp_path / f"{name}.jsonl", **settings | options
+    )
+
+
+@pytest.mark.parametrize("epoch", [1, 3, 6])
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, epoch):
+    whole = run_of(tmp_path, "whole")
+    with pytest.raises(Stop):
+        run_of(tmp_path, callbacks=[stopping_after(epoch)])
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write('{"epoch": 99}\n{"epo')  # what a killed process may leave
+    resumed = run_of(tmp_path, resume=True)
+    assert_same(whole, resumed)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert without_times(lines) == without_times(whole.history)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_resuming_without_a_checkpoint_starts(tmp_path):
+    assert_same(run_of(tmp_path, "one", resume=True), run_of(tmp_path, "other"))
+
+
+def test_resume_can_train_for_longer(tmp_path):
+    run_of(tmp_path, n_epochs=3)
+    assert len(run_of(tmp_path, resume=True, n_epochs=5).history) == 5
+    with pytest.raises(ValueError, match="epoch 5, but n_epochs is 4"):
+        run_of(tmp_path, resume=True, n_epochs=4)
+
+
+def test_nothing_is_overwritten_without_resume(tmp_path):
+    run_of(tmp_path, n_epochs=1)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match=r"run\.pt exists; resume=True"):
+        run_of(tmp_path, n_epochs=1)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    li.marglik_training(invariant(), loader_of(points()), checkpoint=path, **FEW)
+    before = path.read_bytes()
+    for model, match in [
+        (invariant(outputs=4), r"net\.2\.weight is \[3, 5\] there and \[4, 5\] here"),
+        (network(), "tensors of the model differ"),
+    ]:
+        weights = bits(model.state_dict())
+        with pytest.raises(ValueError, match=match):
+            li.marglik_training(model, loader_of(points()), checkpoint=path, resume=True, **FEW)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="backend is 'AugmentedGGN' there and 'AugmentedEF' here"):
+        li.marglik_training(invariant(), loader_of(points()), backend=AugmentedEF, checkpoint=path, resume=True, **FEW)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["truncated", "text", "empty", "other"])
+def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "run.pt"
+    run_of(tmp_path, n_epochs=1)
+    whole = path.read_bytes()
+    if content == "other":
+        torch.save({"weights": torch.zeros(3)}, path)
+    else:
+        path.write_bytes({"truncated": whole[: len(whole) // 2], "text": b"hello", "empty": b""}[content])
+    damaged = path.read_bytes()
+    with pytest.raises(ValueError, match=r"run\.pt is (not a readable checkpoint|a torch file, but not)"):
+        run_of(tmp_path, resume=True)
+    assert path.read_bytes() == damaged
+
+
+def test_checkpoint_executes_no_code(tmp_path):
+    run_of(tmp_path, n_epochs=2)
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert state["run"]["epoch"] == 2
+
+
+def test_writing_is_atomic(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    checkpointing.write(path, {"a": 1})
+    monkeypatch.setattr(torch, "save", lambda state, file: (file.write(b"half"), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        checkpointing.write(path, {"a": 2})
+    monkeypatch.undo()
+    assert checkpointing.read(path)["a"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+
+
+KILLED = """
+import sys, pathlib
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_default_dtype(torch.float64)
+from test_marglik import run_of
+result = run_of(pathlib.Path({directory!r}), n_epochs={epochs}, resume=True)
+torch.save({{**result.model.state_dict(), "prior": result.prior_precision, "losses": result.losses,
+            "margliks": result.margliks}}, {out!r})
+"""
+
+
+def test_killed_run_resumes_bit_equal(tmp_path):
+    """SIGKILL at random moments, again and again until the run gets through."""
+    epochs = 25
+
+    def start(name):
+        (tmp_path / name).mkdir(exist_ok=True)
+        code = KILLED.format(
+            tests=str(Path(__file__).parent),
+            directory=str(tmp_path / name),
+            out=str(tmp_path / f"{name}.out"),
+            epochs=epochs,
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=environment)
+
+    assert start("whole").wait() == 0
+    moments = random.Random(0)
+    kills = 0
+    while True:
+        process = start("killed")
+        checkpoint = tmp_path / "killed" / "run.pt"
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        while process.poll() is None and (checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0) == before:
+            time.sleep(0.005)  # until it has got somewhere
+        if kills < 4:
+            time.sleep(moments.uniform(0, 0.5))
+            process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            break
+        kills += 1
+    assert kills >= 2
+    whole, killed = (torch.load(tmp_path / f"{name}.out", weights_only=True) for name in ("whole", "killed"))
+    for name, value in whole.items():
+        assert torch.equal(value, killed[name]) if isinstance(value, torch.Tensor) else value == killed[name], name
+    histories = [
+        without_times([json.loads(line) for line in (tmp_path / name / "run.jsonl").read_text().splitlines()])
+        for name in ("whole", "killed")
+    ]
+    assert histories[0] == histories[1]
+    assert len(histories[0]) == epochs

@@ -1,0 +1,139 @@
+"""Pictures: what is on them, and on which Axes."""
+
+import io
+import math
+
+import pytest
+import torch
+
+import laplace_invariance as li
+from laplace_invariance import datasets, plots
+
+
+@pytest.fixture
+def ax():
+    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
+    yield figure.add_subplot()
+    figure.savefig(io.BytesIO())  # what cannot be drawn fails here
+
+
+def labels(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def lines(ax):
+    return {line.get_label(): line for line in ax.get_lines()}
+
+
+VALUES = {"rotation": [0.0, 1.0, 3.0], "x_scale": [0.0, 0.1, 0.2], "shear": [0.0, 0.0, 0.1]}
+
+
+def test_ranges_have_their_true_value_in_their_colour(ax):
+    assert plots.ranges_over_epochs([0, 1, 2], VALUES, datasets.true_ranges("fully_rotated"), ax) is ax
+    assert labels(ax) == ["rotation", "x scale", "shear", "true value"]
+    rotation = lines(ax)["rotation"]
+    assert list(rotation.get_ydata()) == VALUES["rotation"]
+    (dashed,) = [line for line in ax.get_lines() if list(line.get_ydata()) == [math.pi, math.pi]]
+    assert dashed.get_color() == rotation.get_color()
+    assert dashed.is_dashed()
+    assert rotation.get_linewidth() > 1.5 * lines(ax)["x scale"].get_linewidth()
+    assert lines(ax)["shear"].get_alpha() < 1
+    for unit in ("radians", "half-widths", "log factors"):
+        assert unit in ax.get_ylabel()
+
+
+def test_a_true_value_that_two_share_is_dashed_in_turn(ax):
+    values = {"x_scale": [0.0, 0.5], "y_scale": [0.0, 0.6]}
+    plots.ranges_over_epochs([0, 1], values, datasets.true_ranges("scaled"), ax)
+    dashed = [line for line in ax.get_lines() if list(line.get_ydata()) == [math.log(2)] * 2]
+    assert [line.get_color() for line in dashed] == [lines(ax)[name].get_color() for name in ("x scale", "y scale")]
+
+
+def test_without_a_truth_all_ranges_are_alike(ax):
+    plots.ranges_over_epochs([0, 1, 2], VALUES, None, ax)
+    assert labels(ax) == ["rotation", "x scale", "shear"]
+    assert len({line.get_linewidth() for line in ax.get_lines()}) == 1
+    assert len({line.get_color() for line in ax.get_lines()}) == 3
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_samples_show_the_original_first(ax, channels):
+    images = torch.rand(2, channels, 5, 7)
+    augmentation = li.AffineImage(init={"rotation": 1.0})
+    state = torch.get_rng_state()
+    assert plots.samples(augmentation, images, 3, ax, "turned") is ax
+    assert torch.equal(torch.get_rng_state(), state)
+    mosaic = torch.as_tensor(ax.get_images()[0].get_array().filled())
+    assert mosaic.shape[:2] == (2 * 5, 4 * 7)
+    mosaic = mosaic.view(2, 5, 4, 7, channels).permute(0, 2, 4, 1, 3)
+    torch.testing.assert_close(mosaic[:, 0], images)
+    draws = augmentation.sample(2, 3, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(mosaic[:, 1:], augmentation.apply(images, draws))
+    assert ax.get_title() == "turned"
+    assert len(ax.get_xticks()) == len(ax.get_yticks()) == 0
+    assert len(ax.get_lines()) == 3 + 1
+    assert {text.get_text() for text in ax.texts} == {"original", "samples"}
+
+
+def test_samples_of_a_finite_group_are_its_elements(ax):
+    plots.samples(li.FiniteGroup("flips"), torch.rand(2, 1, 5, 5), 9, ax)
+    assert ax.get_images()[0].get_array().shape == (10, 5 * (1 + 4))
+
+
+def test_samples_refuses_what_has_no_colour(ax):
+    with pytest.raises(ValueError, match=r"1 or 3.*\[2, 4, 5, 5\]"):
+        plots.samples(li.AffineImage(), torch.rand(2, 4, 5, 5), 3, ax)
+
+
+def test_evidence_terms_put_the_evidence_first(ax):
+    terms = {"log evidence": [-3.0, -2.0], "log likelihood": [-2.0, -0.5], "half scatter": [-1.0, -1.5]}
+    assert plots.evidence_terms([0, 5], terms, ax) is ax
+    assert labels(ax) == list(terms)
+    for name, values in terms.items():
+        assert list(lines(ax)[name].get_xdata()) == [0, 5]
+        assert list(lines(ax)[name].get_ydata()) == values
+    assert lines(ax)["log evidence"].get_linewidth() > lines(ax)["log likelihood"].get_linewidth()
+    assert "per datum" in ax.get_ylabel()
+
+
+def test_flow_of_rotations_keeps_radii_and_ends_where_the_transformation_does(ax):
+    augmentation = li.AffineImage(init={"rotation": 1.0})
+    assert plots.flow(augmentation, ax, n_paths=3, n_points=2) is ax
+    paths = [torch.as_tensor(line.get_xydata()) for line in ax.get_lines() if len(line.get_xdata()) > 5]
+    assert len(paths) == 3 * 2 * 2
+    for path in paths:
+        torch.testing.assert_close(path.norm(dim=-1), path[0].norm().expand(len(path)))
+    matrices = augmentation.matrices(augmentation.fixed(3)[0])[:, :2, :2]
+    for path, matrix in zip(paths, matrices.repeat(4, 1, 1), strict=True):
+        torch.testing.assert_close(path[-1], matrix @ path[0])
+    assert ax.yaxis_inverted()
+    assert ax.get_aspect() == 1
+
+
+def test_flow_of_points_has_y_upwards_and_of_others_is_refused(ax):
+    plots.flow(li.AffinePoints(init={"shear": 0.3}), ax, n_paths=2, n_points=2)
+    assert not ax.yaxis_inverted()
+    with pytest.raises(ValueError, match=r"got matrices \[4, 4\]"):
+        plots.flow(li.AffinePoints(3), ax)
+    with pytest.raises(ValueError, match="got FiniteGroup"):
+        plots.flow(li.FiniteGroup(), ax)
+
+
+def test_accuracies_are_grouped_by_kind(ax):
+    table = {"fully_rotated": {"plain": 0.686, "evidence": 0.88}, "original": {"evidence": 0.928}}
+    assert plots.accuracies(table, ax) is ax
+    assert labels(ax) == ["plain", "evidence"]
+    assert [text.get_text() for text in ax.texts] == ["68.6", "88.0", "92.8"]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["fully rotated", "original"]
+    plain, evidence = ax.containers
+    assert plain[0].get_height() == pytest.approx(68.6)
+    assert 0 < evidence[0].get_x() - plain[0].get_x() < 0.5  # side by side
+    assert round(evidence[1].get_x() - evidence[0].get_x(), 6) == 1
+    assert ax.get_ylim()[0] == 60
+    assert ax.get_ylim()[1] > 95
+
+
+@pytest.mark.parametrize("table", [{}, {"original": {"plain": 92.8}}])
+def test_accuracies_are_fractions(ax, table):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        plots.accuracies(table, ax)
