@@ -16,8 +16,9 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(READY)
 
-demo: $(READY)  ## learn a range of rotations in under a minute; the figure goes to demo/
-	$(BIN)/laplace-invariance demo points --out demo
+demo: $(READY)  ## learn how far digits were turned, about a minute; figures go to demo/
+	rm -rf demo
+	$(BIN)/laplace-invariance learn --data digits --transform fully-rotated --out demo
 
 test: $(READY)  ## run the tests, a few minutes on two cores
 	$(BIN)/python -m pytest

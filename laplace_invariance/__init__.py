@@ -1,5 +1,11 @@
 """Learn data augmentations and layer symmetries by gradient of the marginal likelihood, on unmodified laplace-torch."""
 
+import warnings
+
+with warnings.catch_warnings():  # of torch.jit, about itself, whenever laplace-torch is imported
+    warnings.simplefilter("ignore", FutureWarning)
+    import laplace  # noqa: F401
+
 from laplace_invariance import curvature, layers, marglik
 from laplace_invariance.augmentations import (
     AffineImage,

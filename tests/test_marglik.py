@@ -320,19 +320,68 @@ def test_regression_learns_noise_priors_and_range():
     data = datasets.rotation_regression(100, noise=0.3, generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 1))
     augmentation = li.AffinePoints(learn="rotation", draws="sobol")
+    model = li.InvariantModel(net, augmentation, 8)
     result = li.marglik_training(
-        li.InvariantModel(net, augmentation, 8),
+        model,
         loader_of(data, 25),
         "regression",
         n_epochs=150,
         n_epochs_burnin=10,
         marglik_frequency=2,
         marglik_batch_size=100,
-        optimizer_kwargs={"lr": 2e-2},
+        optimizer_kwargs={"lr": 5e-2},
     )
-    assert 0.24 < result.sigma_noise.item() < 0.36
+    x, y = data.tensors
+    with torch.no_grad():
+        residual = (model(x) - y).square().mean().sqrt().item()
+    assert result.sigma_noise.item() == pytest.approx(residual, rel=0.2)
+    assert 0.25 < result.sigma_noise.item() < 0.45
     assert augmentation.magnitudes()["rotation"] > 2.7
     assert result.prior_precision.log().std() > 1
+
+
+def test_learns_how_far_signals_are_shifted():
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    max_shift = 0.5
+    augmentation = li.Sequence(draws="sobol", padding="circular")
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 5))
+    li.marglik_training(
+        li.InvariantModel(net, augmentation, 8),
+        loader_of(datasets.waves(400, max_shift, padding="circular"), 100),
+        n_epochs=60,
+        n_epochs_burnin=4,
+        marglik_frequency=2,
+        marglik_batch_size=400,
+        optimizer_kwargs={"lr": 5e-3},
+    )
+    found = augmentation.magnitudes()
+    assert found["shift"] == pytest.approx(max_shift, rel=0.15)
+    assert found["stretch"] < 0.05
+
+
+def test_learns_a_range_of_hues_and_nothing_else():
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    split = datasets.load("digits", n_train=600)
+    orange = torch.tensor([0.9, 0.45, 0.3]).view(3, 1, 1)
+    x = datasets.hue_rotated(split.x_train * orange, math.pi)
+    augmentation = li.Compose(li.AffineImage(draws="sobol"), li.Colour(draws="sobol"))
+    net = nn.Sequential(li.layers.Standardise.of(x), *li.layers.mlp(x.shape[1:], 10, width=50))
+    li.marglik_training(
+        li.InvariantModel(net, augmentation, 8),
+        loader_of(TensorDataset(x, split.y_train), 100),
+        n_epochs=60,
+        n_epochs_burnin=4,
+        marglik_frequency=2,
+        n_hypersteps=2,
+        marglik_batch_size=300,
+        backend_kwargs={"output_rank": 3},
+        optimizer_kwargs={"lr": 4e-3},
+    )
+    found = augmentation.magnitudes()
+    assert found.pop("hue") == pytest.approx(math.pi, rel=0.15)
+    assert max(found.values()) < 0.1
 
 
 # What goes wrong.
