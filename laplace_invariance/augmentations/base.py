@@ -61,7 +61,7 @@ class Augmentation(Hyperparameterised):
 
     def magnitudes(self) -> dict[str, float]:
         """Return how far the transformations reach, in the units of the hyperparameters, by name."""
-        raise NotImplementedError
+        return {name: self._buffers[name].detach().abs().max().item() for name in self._hyperparameter_names}
 
     def ranges(self) -> dict[str, str]:
         """Say in words and units what the hyperparameters mean, by name."""

@@ -227,6 +227,8 @@ class Run:
             precision, noise = self.priors.precision.detach(), self.priors.noise
             evidence = la.log_marginal_likelihood(precision, None if noise is None else noise.detach())
             record = self._describe(la, evidence)
+            if not self.schedule.prior_steps and torch.isfinite(evidence):
+                self.margliks.append(-evidence.item())
             self._keep_best(evidence.item())
             if self.by_evidence:
                 self._zero(self.eta_optimizer)

@@ -36,7 +36,7 @@ class Result:
     Attributes:
         la: the Laplace approximation at the best evidence.
         model: the model, with the weights and hyperparameters of the best evidence.
-        margliks: negative log marginal likelihoods, one per step on prior precisions.
+        margliks: negative log marginal likelihoods, one per step on prior precisions, or per estimate if there are none.
         losses: mean training loss of every epoch, with the prior's term.
         history: one record per epoch: ``epoch``, ``loss``; where the evidence was estimated ``evidence`` and its terms
             ``log_likelihood - 0.5 * (log_det_ratio + scatter)``; ``prior_precision``, ``sigma_noise``, ``hyperparameters``,
