@@ -24,7 +24,7 @@ from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import FixupResNet, Standardise, cnn, mlp
-from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, marglik_training
+from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, checkpointing, marglik_training
 
 __all__ = ["METHODS", "NETWORKS", "Comparison", "Experiment", "Outcome", "compare", "learn"]
 
@@ -77,8 +77,8 @@ class Experiment:
     n_test: int | None = None
     correlated: bool = False
     fixed: Mapping[str, float] = field(default_factory=lambda: {"rotation": math.pi})
-    strength: float = 0.01
-    lr_augerino: float = 0.01
+    strength: float = 0.1
+    lr_augerino: float = 0.03
     seed: int = 0
     root: str = "data"
     download: bool = False
@@ -88,6 +88,9 @@ class Experiment:
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(known)}")
         datasets.true_ranges(self.transform)
+        Augerino(self.strength)
+        if self.n_epochs < 1:
+            raise ValueError(f"n_epochs must be positive, got {self.n_epochs}")
 
 
 @dataclass(frozen=True)
@@ -191,22 +194,47 @@ def learn(
         progress_bar: show one.
     """
     out = None if out is None else Path(out)
-    if out is not None and (out / "summary.json").exists():
-        return _read(out / "summary.json", experiment, resume)
+    if out is not None:
+        _claim(out, experiment, resume)
+        if (out / "summary.json").exists():
+            return _read(out / "summary.json", experiment)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.seed)
         return _learn(experiment, out, resume, progress_bar)
 
 
-def _read(path: Path, experiment: Experiment, resume: bool) -> Outcome:
+def _claim(out: Path, experiment: Experiment, resume: bool) -> None:
+    """Refuse a directory that belongs to another experiment, or to this one if it is not resumed."""
+    path = out / "experiment.json"
+    if not path.exists():
+        return
     if not resume:
-        raise FileExistsError(f"{path} exists; --resume (resume=True) reads it, another directory starts anew")
-    found = json.loads(path.read_text())
-    theirs = Experiment(**found.pop("experiment"))
-    if theirs != experiment:
-        different = [name for name, value in asdict(experiment).items() if getattr(theirs, name) != value]
+        raise FileExistsError(f"{path} exists; --resume (resume=True) goes on from it, another directory starts anew")
+    found, wanted = _identity(Experiment(**_json(path))), _identity(experiment)
+    different = [name for name in wanted if found[name] != wanted[name]]
+    if different:
         raise ValueError(f"{path} is of another experiment: it differs in {', '.join(different)}; nothing was changed")
-    return Outcome(experiment, **found)
+
+
+def _identity(experiment: Experiment) -> dict[str, Any]:
+    """Return what makes an experiment; not where its data are from."""
+    return {name: value for name, value in asdict(experiment).items() if name not in ("root", "download")}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; remove it to go on; nothing was changed") from error
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpointing.replace(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))
+
+
+def _read(path: Path, experiment: Experiment) -> Outcome:
+    return Outcome(**_json(path) | {"experiment": experiment})
 
 
 def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar: bool) -> Outcome:
@@ -234,6 +262,8 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
     augmentation = _augmentation(experiment)
     if augmentation is not None:
         model = InvariantModel(model, augmentation, experiment.n_samples)
+    if out is not None:
+        _write_json(out / "experiment.json", asdict(experiment))
     start = time.perf_counter()
     result = marglik_training(
         model,
@@ -264,7 +294,7 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
     )
     if out is not None:
         _draw(outcome, augmentation, x_train[:6], out)
-        (out / "summary.json").write_text(json.dumps(outcome.summary(), indent=2) + "\n")
+        _write_json(out / "summary.json", outcome.summary())
     return outcome
 
 
@@ -366,26 +396,24 @@ class Comparison:
     def accuracies(self) -> dict[str, dict[str, float]]:
         """Return mean test accuracies by kind and method."""
         return {
-            kind: {m: statistics.fmean(o.accuracy for o in self.outcomes[kind, m]) for m in self.methods}
+            kind: {m: statistics.fmean(o.accuracy for o in self.outcomes[k, m]) for k, m in self.outcomes if k == kind}
             for kind in self.kinds
         }
 
     def markdown(self) -> str:
         """Return two tables: test accuracy, and learnt ranges, both mean ± standard deviation over seeds if several."""
-        head = ["| method | " + " | ".join(kind.replace("_", " ") for kind in self.kinds) + " |"]
-        head.append("|---" * (len(self.kinds) + 1) + "|")
-        accuracy = [
-            f"| {m} | "
-            + " | ".join(_spread([100 * o.accuracy for o in self.outcomes[k, m]], "{:.1f}") for k in self.kinds)
-            + " |"
+        accuracies = self._rows(lambda outcomes: _spread([100 * o.accuracy for o in outcomes], "{:.1f}"))
+        ranges = self._rows(lambda outcomes: _learnt(outcomes) if outcomes[0].magnitudes else "-")
+        return "\n".join(["Test accuracy in percent:", "", *accuracies, "", "Ranges, and the true ones:", "", *ranges])
+
+    def _rows(self, cell: Callable[[list[Outcome]], str]) -> list[str]:
+        head = ["method", *(kind.replace("_", " ") for kind in self.kinds)]
+        rows = [
+            [m, *(cell(self.outcomes[k, m]) if (k, m) in self.outcomes else "-" for k in self.kinds)]
             for m in self.methods
         ]
-        learnt = [
-            f"| {m} | " + " | ".join(_learnt(self.outcomes[k, m]) for k in self.kinds) + " |"
-            for m in self.methods
-            if self.outcomes[self.kinds[0], m][0].magnitudes
-        ]
-        return "\n".join(["Test accuracy in percent:", "", *head, *accuracy, "", "Ranges:", "", *head, *learnt])
+        kept = [row for row in rows if any(text != "-" for text in row[1:])]
+        return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *kept)]
 
     __str__ = markdown
 
@@ -403,8 +431,8 @@ def _learnt(outcomes: Sequence[Outcome]) -> str:
         f"{_short(name)} {_spread([o.magnitudes[name] for o in outcomes], '{:.2f}')} ({truth[name]:.2f})"
         for name in wanted
     ]
-    others = [max(v for name, v in o.magnitudes.items() if name not in wanted) for o in outcomes]
-    return ", ".join([*parts, f"others ≤ {max(others):.2f}"])
+    widest = max(((v, name) for o in outcomes for name, v in o.magnitudes.items() if name not in wanted))
+    return ", ".join([*parts, f"others ≤ {widest[0]:.2f} ({_short(widest[1])})"])
 
 
 def _short(name: str) -> str:
@@ -431,6 +459,16 @@ def compare(
     """
     if not experiments:
         raise ValueError("there is nothing to compare: no experiments")
+    for e in experiments:
+        same = [
+            _identity(other) | {"seed": 0}
+            for other in experiments
+            if (e.transform, e.method) == (other.transform, other.method)
+        ]
+        if any(identity != same[0] for identity in same):
+            raise ValueError(
+                f"experiments of {e.transform} with {e.method} must differ in seed only; compare others one by one"
+            )
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
     for i, e in enumerate(experiments, start=1):
         name = f"{Path(e.data).stem}-{e.transform}-{e.method}-{e.seed}"

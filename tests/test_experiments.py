@@ -11,7 +11,16 @@ from laplace_invariance import cli, experiments
 from laplace_invariance.experiments import METHODS, Comparison, Experiment, Outcome, compare, learn
 
 SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2}
-FILES = {"checkpoint.pt", "history.jsonl", "summary.json", "evidence.png", "ranges.png", "samples.png", "flow.png"}
+FILES = {
+    "checkpoint.pt",
+    "experiment.json",
+    "history.jsonl",
+    "summary.json",
+    "evidence.png",
+    "ranges.png",
+    "samples.png",
+    "flow.png",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +91,9 @@ def test_interrupted_experiment_goes_on(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         learn(experiment, tmp_path)
     monkeypatch.undo()
-    resumed = learn(experiment, tmp_path, resume=True)
+    with pytest.raises(ValueError, match="another experiment: it differs in transform, seed"):
+        learn(Experiment(transform="translated", seed=5, **SMALL), tmp_path, resume=True)
+    resumed = learn(Experiment(root="elsewhere", **SMALL), tmp_path, resume=True)
     assert (resumed.accuracy, resumed.evidence, resumed.magnitudes) == (
         whole.accuracy,
         whole.evidence,
@@ -126,7 +137,17 @@ def test_table_names_what_was_wanted_and_the_widest_of_the_rest():
     found = {"rotation": 0.03, "x_translation": 0.5, "shear": 0.07}
     outcome = Outcome(Experiment(transform="translated"), 0.5, -1.0, {}, found, truth, None, 1.0)
     table = Comparison({("translated", "evidence"): [outcome]}).markdown()
-    assert "x shift 0.50 (0.57), others ≤ 0.07" in table
+    assert "x shift 0.50 (0.57), others ≤ 0.07 (shear)" in table
+
+
+def test_comparison_may_lack_cells_but_not_mix():
+    plain = Outcome(Experiment(method="none"), 0.5, -1.0, {}, {}, {}, None, 1.0)
+    other = Outcome(Experiment(method="fixed", transform="original"), 0.25, -1.0, {}, {}, {}, None, 1.0)
+    comparison = Comparison({("fully_rotated", "none"): [plain], ("original", "fixed"): [other]})
+    assert "| none | 50.0 | - |\n| fixed | - | 25.0 |" in comparison.markdown()
+    assert comparison.accuracies() == {"fully_rotated": {"none": 0.5}, "original": {"fixed": 0.25}}
+    with pytest.raises(ValueError, match="must differ in seed only"):
+        compare([Experiment(**SMALL), Experiment(net="cnn", **SMALL)])
 
 
 # The command line.

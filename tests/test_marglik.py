@@ -153,10 +153,10 @@ def test_best_evidence_restores_weights_hyperparameters_and_priors():
     for name, value in result.model.named_parameters():
         assert torch.equal(value, weights[name])
     assert result.prior_precision.tolist() == record["prior_precision"]
-    # the evidence was that of eta before its step
-    before = result.history[result.best_epoch - 2]["hyperparameters"]["augmentation.eta"]
-    assert result.hyperparameters["augmentation.eta"].tolist() == before
-    assert result.model.augmentation.eta.tolist() == before
+    found = record["hyperparameters"]["augmentation.eta"]  # those of its evidence, before their step
+    assert found != kept[result.best_epoch + 1][0]["hyperparameters"]["augmentation.eta"]
+    assert result.hyperparameters["augmentation.eta"].tolist() == found
+    assert result.model.augmentation.eta.tolist() == found
     assert torch.equal(result.la.prior_precision, result.prior_precision)
 
 
@@ -248,6 +248,15 @@ def test_augerino_moves_them_by_the_loss_and_widens_them_by_its_reward():
         assert result.history[-1]["evidence"] is not None
         assert not torch.equal(result.prior_precision, torch.ones(4))
     assert moved[0.0] != 0.2
+    model = li.InvariantModel(
+        network(), li.AffinePoints(init={"rotation": 0.2, "x_scale": 0.3}, learn="rotation", constraint="softplus"), 3
+    )
+    result = li.marglik_training(model, loader_of(points()), objective=Augerino(10.0), **FEW)
+    found = result.history[-1]["ranges"]["augmentation"]
+    assert found["rotation"] > 0.25
+    assert found["x_scale"] == pytest.approx(0.3)  # which is not learnt
+    with pytest.raises(ValueError, match="wrap the network in InvariantModel"):
+        li.marglik_training(network(), loader_of(points()), objective=Augerino(), **FEW)
     assert moved[10.0] == pytest.approx(0.2 + 0.01 * 20, abs=0.02)  # 20 batches, each a full step of Adam
     with pytest.raises(ValueError, match="strength"):
         Augerino(-1.0)
@@ -274,11 +283,19 @@ def test_step_size_follows_half_a_cosine():
 
 
 def test_rounds_of_priors_and_hyperparameters():
-    data = loader_of(points())
-    one = li.marglik_training(invariant(), data, **FEW | {"n_epochs": 1}, n_hypersteps_prior=3)
-    assert len(one.margliks) == 6  # two rounds of three
-    eta = one.history[-1]["hyperparameters"]["augmentation.eta"][2]
-    assert abs(eta - 0.2) > 0.06  # two steps of 0.05
+    after = []
+    result = li.marglik_training(
+        invariant(),
+        loader_of(points()),
+        n_epochs=1,
+        n_hypersteps=2,
+        n_hypersteps_prior=3,
+        lr_aug=0.05,
+        lr_aug_min=0.05,
+        callbacks=[lambda record, model: after.append(model.augmentation.eta[2].item())],
+    )
+    assert len(result.margliks) == 6  # two rounds of three
+    assert 0.06 < abs(after[0] - 0.2) <= 0.1 + 1e-9  # two steps of 0.05
 
 
 def test_loaders_for_the_evidence():
@@ -412,6 +429,28 @@ def test_a_bad_gradient_does_not_reach_the_weights():
     assert all(p.isfinite().all() for p in result.model.parameters())
 
 
+def test_a_bad_batch_does_not_spoil_statistics():
+    training_calls = iter(range(100))
+    bad = Bad(lambda self: self.training and next(training_calls) == 3)
+    model = nn.Sequential(bad, nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    result = li.marglik_training(model, loader_of(points()), **FEW)
+    assert result.skipped["weights"] == 1
+    assert model[2].running_mean.isfinite().all()
+
+
+def test_one_bad_estimate_is_one_bad_step():
+    epoch = [1]
+    bad = Bad(lambda self: not self.training and epoch[0] == 2)
+    result = li.marglik_training(
+        nn.Sequential(network(), bad),
+        loader_of(points()),
+        hessian_structure="diag",
+        n_epochs=3,
+        callbacks=[lambda record, model: epoch.__setitem__(0, record["epoch"] + 1)],
+    )
+    assert result.skipped["priors"] == 1
+
+
 @pytest.mark.parametrize("structure", ["kron", "diag"])
 def test_bad_evidence_is_skipped(structure):
     epoch = [1]
@@ -423,12 +462,12 @@ def test_bad_evidence_is_skipped(structure):
         callbacks=[lambda record, model: epoch.__setitem__(0, record["epoch"] + 1)],
         **FEW | {"n_epochs": 6},
     )
-    assert result.skipped["priors"] >= 2
+    assert result.skipped["priors"] == 2
     assert [record["evidence"] is None for record in result.history] == [False, False, True, True, False, False]
     etas = [record["hyperparameters"]["0.augmentation.eta"][2] for record in result.history]
-    assert etas[1] == etas[3] != etas[5]
+    assert etas[1] != etas[2] == etas[3] == etas[4] != etas[5]
     assert json.loads(json.dumps(result.history, allow_nan=False)) == result.history
-    assert math.isfinite(result.la.log_marginal_likelihood())
+    assert math.isfinite(result.la.log_marginal_likelihood().item())
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(tmp_path):
@@ -457,6 +496,21 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(t
         ({"n_epochs": 0}, ValueError, "n_epochs must be positive"),
         ({"lr_aug": math.inf}, ValueError, "lr_aug must be positive and finite"),
         ({"n_hyper_batches": 0}, ValueError, "n_hyper_batches"),
+        ({"n_hyper_batches": 1.5}, ValueError, "n_hyper_batches must be positive and finite and whole"),
+        ({"n_hypersteps": -1}, ValueError, "n_hypersteps must be finite and at least 0"),
+        ({"n_hypersteps": 0, "n_hypersteps_prior": 3}, ValueError, "number of rounds and must be positive"),
+        ({"lr_aug_min": math.nan}, ValueError, "lr_aug_min must be finite"),
+        ({"optimizer_cls": torch.optim.LBFGS}, ValueError, "LBFGS"),
+        (
+            {"backend": CurvlinopsGGN},
+            ValueError,
+            r"no gradient with respect to augmentation\.eta; use backend=AugmentedGGN",
+        ),
+        (
+            {"train_loader": DataLoader(TensorDataset(torch.randn(9, 2), torch.zeros(9).long()), 3, sampler=[0, 1, 2])},
+            ValueError,
+            "sampler yields 3 of 9",
+        ),
         ({"resume": True}, ValueError, "resume=True needs to know the checkpoint"),
         (
             {"train_loader": DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))},
@@ -477,6 +531,20 @@ def test_bad_arguments_are_explained(change, error, match):
         li.marglik_training(**arguments)
 
 
+def test_what_cannot_work_fails_before_training():
+    epochs = []
+    callbacks = [lambda record, model: epochs.append(record["epoch"])]
+    with pytest.raises(NotImplementedError, match=r"1\.weight"):
+        li.marglik_training(
+            nn.Sequential(network(), nn.PReLU()), loader_of(points()), n_epochs_burnin=3, callbacks=callbacks, **FEW
+        )
+    with pytest.raises(ValueError, match="Prior precision for Kron"):
+        li.marglik_training(
+            network(), loader_of(points()), prior_structure="diag", n_epochs_burnin=3, callbacks=callbacks, **FEW
+        )
+    assert epochs == []
+
+
 def test_a_range_that_is_not_finite_is_refused():
     model = invariant()
     model.augmentation.eta.data[2] = math.nan
@@ -489,6 +557,27 @@ def test_weight_decay_is_the_priors():
     with pytest.warns(UserWarning, match="weight decay"):
         li.marglik_training(network(), loader_of(points()), n_epochs=1, optimizer_kwargs=kwargs)
     assert kwargs["weight_decay"] == 0.1
+    seen = []
+    adam = type(
+        "Spied",
+        (torch.optim.AdamW,),
+        {"step": lambda self, closure=None: seen.append(self.param_groups[0]["weight_decay"])},
+    )
+    adam.__init__ = lambda self, params, lr=1e-3, weight_decay=0.01: torch.optim.AdamW.__init__(
+        self, params, lr=lr, weight_decay=weight_decay
+    )
+    li.marglik_training(network(), loader_of(points()), n_epochs=1, optimizer_cls=adam)
+    assert set(seen) == {0.0}
+
+
+def test_evidence_is_of_all_examples():
+    """Of those, too, that drop_last leaves out of training."""
+    torch.manual_seed(0)
+    data, model = points(), network()
+    still = {"n_epochs": 1, "n_hypersteps": 0, "optimizer_kwargs": {"lr": 0.0}}
+    whole = li.marglik_training(model, DataLoader(data, 30), **still)
+    part = li.marglik_training(model, DataLoader(data, 16, drop_last=True), **still)
+    assert part.history[0]["evidence"] == pytest.approx(whole.history[0]["evidence"])
 
 
 # Silence.
@@ -536,23 +625,23 @@ def stopping_after(epoch):
 
 
 def run_of(tmp_path, name="run", data=None, **options):
-    """A run with every kind of randomness: loader, draws, dropout, the choice of batches, numpy and Python."""
+    """A run with every kind of randomness: loader, draws, dropout, the choice of batches, numpy, Python, callbacks."""
     torch.manual_seed(7)
     np.random.seed(7)  # noqa: NPY002
     random.seed(7)
 
     class Noisy(torch.utils.data.Dataset):
         def __init__(self):
-            self.data = points()
+            self.data, self.rng = points(), np.random.default_rng(3)
 
         def __len__(self):
             return len(self.data)
 
         def __getitem__(self, i):
             x, y = self.data[i]
-            return x + 0.01 * np.random.randn() + 0.01 * random.random(), y  # noqa: NPY002
+            return x + 0.01 * np.random.randn() + 0.01 * random.random() + 0.01 * self.rng.normal(), y  # noqa: NPY002
 
-    data = Noisy()
+    data = torch.utils.data.Subset(Noisy(), range(25))
     loader = DataLoader(data, 7, shuffle=True, generator=torch.Generator().manual_seed(3))
     net = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3))
     augmentation = li.AffinePoints(init={"rotation": 0.2}, learn=("rotation", "x_scale"))
@@ -565,7 +654,10 @@ def run_of(tmp_path, name="run", data=None, **options):
         "scheduler_kwargs": {"T_max": 30},
         "generator": torch.Generator().manual_seed(5),
         "lr_aug_min": 0.01,
+        "optimizer_kwargs": {"lr": np.float64(1e-2)},
+        "callbacks": [],
     }
+    options["callbacks"] = [lambda record, model: torch.rand(3), *options.get("callbacks", [])]
     return li.marglik_training(
         model, loader, checkpoint=tmp_path / f"{name}.pt", history=tmp_path / f"{name}.jsonl", **settings | options
     )
@@ -596,6 +688,33 @@ def test_resume_can_train_for_longer(tmp_path):
         run_of(tmp_path, resume=True, n_epochs=4)
 
 
+def test_changed_settings_are_refused(tmp_path):
+    run_of(tmp_path, n_epochs=1)
+    with pytest.raises(ValueError, match=r"its temperature is 1\.0 there and 7\.0 here"):
+        run_of(tmp_path, n_epochs=2, resume=True, temperature=7.0)
+    with pytest.raises(ValueError, match="its objective"):
+        run_of(tmp_path, n_epochs=2, resume=True, objective=Augerino(1.0))
+
+
+def test_other_files_are_left_alone(tmp_path):
+    notes = tmp_path / "run.jsonl"
+    notes.write_text("my notes\n")
+    with pytest.raises(FileExistsError, match=r"no checkpoint .*run\.pt to go on from"):
+        run_of(tmp_path, resume=True)
+    notes.unlink()
+    run_of(tmp_path, n_epochs=1)
+    notes.write_text("my notes\n")
+    with pytest.raises(ValueError, match="not a history"):
+        run_of(tmp_path, n_epochs=2, resume=True)
+    assert notes.read_text() == "my notes\n"
+    with pytest.raises(ValueError, match="cannot both be"):
+        li.marglik_training(network(), loader_of(points()), checkpoint=tmp_path / "a", history=tmp_path / "a")
+    with pytest.raises(ValueError, match="persistent_workers"):
+        li.marglik_training(
+            network(), loader_of(points(), num_workers=1, persistent_workers=True), checkpoint=tmp_path / "b"
+        )
+
+
 def test_nothing_is_overwritten_without_resume(tmp_path):
     run_of(tmp_path, n_epochs=1)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -609,7 +728,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
     li.marglik_training(invariant(), loader_of(points()), checkpoint=path, **FEW)
     before = path.read_bytes()
     for model, match in [
-        (invariant(outputs=4), r"net\.2\.weight is \[3, 5\] there and \[4, 5\] here"),
+        (invariant(outputs=4), r"net\.2\.weight is \[3, 5\] torch\.float64 there and \[4, 5\]"),
         (network(), "tensors of the model differ"),
     ]:
         weights = bits(model.state_dict())

@@ -49,7 +49,7 @@ ARROWS = {
     "layers.fixup": {"curvature.rules"},
     "layers.networks": set(),
     "layers": {"layers.fixup", "layers.networks"},
-    "marglik.objectives": {"hyper"},
+    "marglik.objectives": {"augmentations.box", "hyper"},
     "marglik.priors": set(),
     "marglik.checkpointing": set(),
     "marglik.run": {"augmentations.base", "hyper", "marglik.objectives", "marglik.priors"},

@@ -171,11 +171,6 @@ class BoxAugmentation(Augmentation):
         if self.constraint is None:
             self.eta.data.copy_(self.eta.data.maximum(-self.limits).minimum(self.limits))
 
-    def frozen(self) -> BoxAugmentation:
-        copy = super().frozen()
-        copy.draws = "independent"  # of one draw at a time all kinds are uniform, but a grid of one is its midpoint
-        return copy
-
 
 def in_degrees(magnitude: float) -> str:
     """Say a range of angles, given in radians, in words."""

@@ -52,6 +52,9 @@ class LearntTransform(v2.Transform):
                 "from one input; set input_ndims in the class, e.g. input_ndims = (3,) for images"
             )
         self.augmentation = augmentation.frozen().cpu()  # workers of a DataLoader cannot share a GPU
+        for module in self.augmentation.modules():
+            if getattr(module, "draws", None) == "grid":  # of which one draw is its midpoint
+                module.draws = "independent"
         self.generator = generator
 
     @property

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-__all__ = ["Journal", "RandomStates", "read", "write"]
+__all__ = ["Journal", "RandomStates", "read", "replace", "write"]
 
 FORMAT = 1
 
 
-def _replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+def replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """Let ``fill`` write a temporary file, force it to the disk, and move it to ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             fill(file)
@@ -38,7 +38,16 @@ def _replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 def write(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint, atomically."""
-    _replace(path, lambda file: torch.save({"format": FORMAT, **state}, file))
+    replace(path, lambda file: torch.save({"format": FORMAT, **_plain(state)}, file))
+
+
+def _plain(value: Any) -> Any:
+    """Make numbers of numpy, which sweeps hand in as step sizes, numbers of Python, which can be loaded safely."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -48,9 +57,10 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises many kinds, from struct and zip to pickle
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{path} is not a readable checkpoint (damaged, truncated, or another kind of file): {error}; "
-            "nothing was changed; remove it or name another file to start anew"
+            f"{path} is not a readable checkpoint (damaged, truncated, or another kind of file): {reason}; nothing was "
+            "changed; remove it or name another file to start anew"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(
@@ -72,14 +82,10 @@ class RandomStates:
         loaders: Iterable[DataLoader | None],
         others: Iterable[torch.Generator | None] = (),
     ) -> None:
-        owners: list[Any] = list(model.modules())
-        for loader in loaders:
-            samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-            samplers.append(getattr(samplers[-1], "sampler", None))
-            owners += [loader, *samplers, getattr(loader, "dataset", None)]
-        found = [*(getattr(owner, "generator", None) for owner in owners), *others]
-        unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
-        self._generators = list(unique.values())
+        found: dict[int, torch.Generator | np.random.Generator] = {}
+        for owner in [*model.modules(), *loaders, *others]:
+            _collect(owner, found)
+        self._generators = list(found.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return all states, as tensors and numbers."""
@@ -89,16 +95,19 @@ class RandomStates:
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
             "python": random.getstate(),
-            "generators": [generator.get_state() for generator in self._generators],
+            "generators": [_state_of(generator) for generator in self._generators],
         }
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse the state of other sources, before anything is changed."""
+        if len(state["generators"]) != len(self._generators):
+            raise ValueError(
+                f"the checkpoint has the states of {len(state['generators'])} generators, but model, loaders and arguments "
+                f"have {len(self._generators)}; build them as in the run that wrote it; nothing was changed"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put all states back."""
-        if len(state["generators"]) != len(self._generators):
-            raise ValueError(
-                f"the checkpoint has the states of {len(state['generators'])} torch.Generator objects, but model, loaders "
-                f"and arguments have {len(self._generators)}; build them as in the run that wrote it"
-            )
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available() and state["cuda"]:
             torch.cuda.set_rng_state_all(state["cuda"])
@@ -107,7 +116,35 @@ class RandomStates:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         for generator, value in zip(self._generators, state["generators"], strict=True):
-            generator.set_state(value)
+            if isinstance(generator, torch.Generator):
+                generator.set_state(value)
+            else:
+                generator.bit_generator.state = json.loads(value)
+
+
+PARTS = (
+    "generator", "rng", "sampler", "batch_sampler", "dataset", "datasets", "transform", "transforms", "target_transform",
+)  # fmt: skip
+
+
+def _collect(owner: Any, found: dict[int, Any], depth: int = 6) -> None:
+    """Find generators in what loaders, data sets and transforms are made of."""
+    if isinstance(owner, (torch.Generator, np.random.Generator)):
+        found[id(owner)] = owner
+    elif isinstance(owner, (list, tuple)):
+        for item in owner[:100]:
+            _collect(item, found, depth - 1)
+    elif depth and owner is not None and not isinstance(owner, (torch.Tensor, np.ndarray, str)):
+        for name in PARTS:
+            part = vars(owner).get(name) if hasattr(owner, "__dict__") else None
+            if part is not None:
+                _collect(part, found, depth - 1)
+
+
+def _state_of(generator: torch.Generator | np.random.Generator) -> torch.Tensor | str:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return json.dumps(generator.bit_generator.state, default=lambda array: array.tolist())
 
 
 class Resumable(Protocol):
@@ -118,9 +155,9 @@ class Resumable(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any], path: Path) -> None: ...
+    def check_state_dict(self, state: dict[str, Any], path: Path) -> None: ...
 
-    def is_good(self) -> bool: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Journal:
@@ -148,29 +185,49 @@ class Journal:
         self._good_epoch: int | None = None
         if resume and self._checkpoint is None:
             raise ValueError("resume=True needs to know the checkpoint=")
+        if self._checkpoint is not None and self._checkpoint == self._history:
+            raise ValueError(f"checkpoint and history cannot both be {self._checkpoint}")
+        going_on = resume and self._checkpoint.exists()
         for path in (self._checkpoint, self._history):
-            if path is not None and path.exists() and not resume:
-                raise FileExistsError(f"{path} exists; resume=True goes on from it, another name starts anew")
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-        if resume and self._checkpoint.exists():
+            if path is not None and path.exists() and not going_on:
+                raise FileExistsError(
+                    f"{path} exists, but there is no checkpoint {self._checkpoint} to go on from"
+                    if resume
+                    else f"{path} exists; resume=True goes on from it, another name starts anew"
+                )
+        if going_on:
             state = read(self._checkpoint)
-            run.load_state_dict(state["run"], self._checkpoint)
+            run.check_state_dict(state["run"], self._checkpoint)
+            random_states.check_state_dict(state["random"])
+            self._check_history()
+            run.load_state_dict(state["run"])
             random_states.load_state_dict(state["random"])
             self._good_epoch = run.epoch
-        else:
-            self._save()
+        for path in (self._checkpoint, self._history):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if not going_on:
+            self.save()
         if self._history is not None:  # without what an interrupted run had written after its last checkpoint
             lines = "".join(json.dumps(record) + "\n" for record in run.history)
-            _replace(self._history, lambda file: file.write(lines.encode()))
+            replace(self._history, lambda file: file.write(lines.encode()))
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append a record to the history, and write a checkpoint unless something has just gone wrong."""
+    def _check_history(self) -> None:
+        """Refuse to write over a file that is no history."""
+        if self._history is None or not self._history.exists() or not self._history.stat().st_size:
+            return
+        try:
+            known = "epoch" in json.loads(self._history.read_text().splitlines()[0])
+        except (ValueError, TypeError, UnicodeDecodeError):
+            known = False
+        if not known:
+            raise ValueError(f"{self._history} is not a history of marglik_training; nothing was changed")
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record to the history."""
         if self._history is not None:
             with self._history.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        if self._run.is_good():
-            self._save()
 
     def last_good(self) -> str:
         """Say where the last good checkpoint is."""
@@ -178,7 +235,8 @@ class Journal:
             return "no checkpoint was asked for"
         return f"the last good checkpoint, of epoch {self._good_epoch}, is {self._checkpoint}"
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint."""
         if self._checkpoint is not None:
             write(self._checkpoint, {"run": self._run.state_dict(), "random": self._random_states.state_dict()})
             self._good_epoch = self._run.epoch

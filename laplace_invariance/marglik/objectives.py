@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_invariance.hyper import differentiable, hyperparameters
+from laplace_invariance.augmentations.box import BoxAugmentation
+from laplace_invariance.hyper import differentiable
 
 __all__ = ["MAP", "Augerino", "Evidence", "Objective"]
 
@@ -44,7 +45,8 @@ class MAP(Objective):
 class Augerino(Objective):
     """Learn hyperparameters by the training loss, with a reward for wide ranges (Benton et al., 2020).
 
-    The loss is ``criterion(f(x), y) - strength * |eta|``. Prior precisions and noise are learnt by evidence, as otherwise.
+    The loss is ``criterion(f(x), y) - strength * |w|`` with ``w`` the half-widths that are learnt. Prior precisions and noise are
+    learnt by evidence, as otherwise.
 
     Args:
         strength: of the reward; 0.01 in the paper.
@@ -59,6 +61,11 @@ class Augerino(Objective):
         self.strength = strength
 
     def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
-        width = torch.cat([eta.flatten() for eta in hyperparameters(model) if eta.requires_grad]).norm()
+        augmentations = [module for module in model.modules() if isinstance(module, BoxAugmentation)]
+        if not augmentations:
+            raise ValueError(
+                "Augerino learns the ranges of an augmentation; wrap the network in InvariantModel(net, augmentation)"
+            )
         with differentiable():
-            return criterion(model(x), y) - self.strength * width
+            widths = torch.cat([module.half_widths()[list(module.learnt)] for module in augmentations])
+            return criterion(model(x), y) - self.strength * widths.norm()

@@ -129,6 +129,20 @@ class _PartlyDifferentiable:
             yield batch
 
 
+class _OneBatch:
+    """A loader with one batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.dataset = next(iter(batch.values())) if isinstance(batch, MutableMapping) else batch[0]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.batch
+
+
 class Run:
     """The state of a training run and the two things that an epoch does: train, and estimate."""
 
@@ -146,7 +160,9 @@ class Run:
         n_hyper_batches: int | None,
         max_bad_steps: int,
         generator: torch.Generator | None,
+        settings: dict[str, Any],
     ) -> None:
+        self.settings = settings
         self.model, self.train_loader, self.marglik_loader = model, train_loader, marglik_loader
         self.objective, self.curvature, self.schedule, self.priors = objective, curvature, schedule, priors
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -154,6 +170,8 @@ class Run:
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.named = {name: tensor for name, tensor in named_hyperparameters(model) if tensor.requires_grad}
         self.etas = list(self.named.values())
+        known = {id(tensor) for _, tensor in named_hyperparameters(model)}
+        self.statistics = [buffer for buffer in model.buffers() if id(buffer) not in known]  # such as of batch norm
         self.by_evidence = bool(self.etas) and objective.estimates and not objective.steps_in_training
         self.eta_optimizer = torch.optim.Adam(self.etas, lr=schedule.lr_aug) if self.etas else None
         self.criterion = nn.CrossEntropyLoss() if curvature.likelihood == "classification" else nn.MSELoss()
@@ -174,6 +192,7 @@ class Run:
         for data in self.train_loader:
             x, y = self.batch(data)
             self._zero(self.optimizer, self.eta_optimizer)
+            statistics = [buffer.clone() for buffer in self.statistics]
             loss = self.objective.training_loss(self.model, self.criterion, x, y) + self.priors.penalty(self.n_data)
             in_training = self.etas if self.objective.steps_in_training else []
             if torch.isfinite(loss):
@@ -183,6 +202,9 @@ class Run:
                 if in_training:
                     self._step_hyperparameters()
                 total, count = total + loss.item() * len(y), count + len(y)
+            else:
+                for buffer, kept in zip(self.statistics, statistics, strict=True):
+                    buffer.copy_(kept)
             if self.scheduler is not None:
                 self.scheduler.step()
         self._zero(self.optimizer, self.eta_optimizer)
@@ -209,6 +231,20 @@ class Run:
 
     # Evidence.
 
+    def rehearse(self) -> None:
+        """Estimate the evidence of two examples, so that what cannot work fails before hours of training."""
+        with torch.random.fork_rng(devices=[]):
+            data = next(iter(self.marglik_loader))
+            few = data if isinstance(data, MutableMapping) else [part[:2] for part in data]
+            la = self.curvature.laplace(self.model, self.priors)
+            la.fit(_OneBatch(few))
+            evidence = la.log_marginal_likelihood(self.priors.precision.detach())
+        if self.by_evidence and not evidence.requires_grad:
+            raise ValueError(
+                f"the evidence of backend {self.curvature.backend.__name__} has no gradient with respect to "
+                f"{', '.join(self.named)}; use backend=AugmentedGGN, or requires_grad_(False) for what is not to be learnt"
+            )
+
     def estimate(self) -> Record:
         """Estimate the evidence; step priors and noise on one decomposition, then hyperparameters by a pass of their own."""
         record: Record = {}
@@ -222,11 +258,12 @@ class Run:
             if self.by_evidence:
                 la.H, la.loss = curvature.detach(), loss.detach()
             for _ in range(self.schedule.prior_steps):
-                self._step_priors(la)
+                if not self._step_priors(la):
+                    break  # the other steps would see the same
             la.H, la.loss = curvature, loss
             precision, noise = self.priors.precision.detach(), self.priors.noise
             evidence = la.log_marginal_likelihood(precision, None if noise is None else noise.detach())
-            record = self._describe(la, evidence)
+            record = self._describe(la, evidence) | self._hyperparameters()
             if not self.schedule.prior_steps and torch.isfinite(evidence):
                 self.margliks.append(-evidence.item())
             self._keep_best(evidence.item())
@@ -250,7 +287,9 @@ class Run:
         elif self.n_hyper_batches is None or self.n_hyper_batches >= n_batches:
             chosen = set(range(n_batches))
         else:
-            chosen = set(torch.randperm(n_batches, generator=self.generator)[: self.n_hyper_batches].tolist())
+            device = None if self.generator is None else self.generator.device
+            order = torch.randperm(n_batches, generator=self.generator, device=device)
+            chosen = set(order[: self.n_hyper_batches].tolist())
         try:
             la.fit(_PartlyDifferentiable(self.marglik_loader, self.etas, chosen))
         finally:
@@ -258,18 +297,27 @@ class Run:
                 eta.requires_grad_()
         return la, len(chosen) / n_batches
 
-    def _step_priors(self, la: BaseLaplace) -> None:
+    def _step_priors(self, la: BaseLaplace) -> bool:
         self._zero(self.priors.optimizer)
         objective = -la.log_marginal_likelihood(self.priors.precision, self.priors.noise)
         if torch.isfinite(objective):
             objective.backward()
-        if self.steps.check("priors", objective.detach(), self.priors.learnt):
+        good = self.steps.check("priors", objective.detach(), self.priors.learnt)
+        if good:
             self.priors.optimizer.step()
             self.margliks.append(objective.item())
+        return good
 
     def _describe(self, la: BaseLaplace, evidence: Tensor) -> Record:
         terms = {"evidence": evidence, **{name: getattr(la, name) for name in TERMS}}
         return {name: _finite(value.item()) for name, value in terms.items()}
+
+    def _hyperparameters(self) -> Record:
+        augmentations = {n: m for n, m in self.model.named_modules() if isinstance(m, Augmentation)}
+        return {
+            "hyperparameters": {name: tensor.tolist() for name, tensor in self.named.items()},
+            "ranges": {name: module.magnitudes() for name, module in _outermost(augmentations)},
+        }
 
     def _keep_best(self, evidence: float) -> None:
         if math.isfinite(evidence) and evidence > self.best.get("evidence", -math.inf):
@@ -310,31 +358,25 @@ class Run:
     def record(self, estimate: Record, valid: dict[str, float] | None, seconds: dict[str, float]) -> Record:
         """Return what is known at the end of an epoch."""
         noise = self.priors.noise
-        augmentations = {n: m for n, m in self.model.named_modules() if isinstance(m, Augmentation)}
         return {
             "epoch": self.epoch,
             "loss": _finite(self.losses[-1]),
             **dict.fromkeys(("evidence", *TERMS)),
+            **self._hyperparameters(),
             **estimate,
             "prior_precision": _summary(self.priors.precision),
             "sigma_noise": None if noise is None else noise.item(),
-            "hyperparameters": {name: tensor.tolist() for name, tensor in self.named.items()},
-            "ranges": {name: module.magnitudes() for name, module in _outermost(augmentations)},
-            "valid": valid,
+            "valid": None if valid is None else {name: _finite(value) for name, value in valid.items()},
             "skipped": dict(self.steps.skipped),
             "seconds": seconds,
         }
 
     # Checkpoints.
 
-    def is_good(self) -> bool:
-        """Tell whether the last step of every kind was made."""
-        return not any(self.steps.in_a_row.values())
-
     def signature(self) -> dict[str, Any]:
         """Return what must agree between the run that wrote a checkpoint and the one that reads it."""
         return {
-            "tensors of the model": {name: list(value.shape) for name, value in self.model.state_dict().items()},
+            "tensors of the model": {n: f"{list(v.shape)} {v.dtype}" for n, v in self.model.state_dict().items()},
             "learnt hyperparameters": list(self.named),
             "number of training examples": self.n_data,
             "likelihood": self.curvature.likelihood,
@@ -343,7 +385,8 @@ class Run:
             "number of prior precisions": self.priors.log_precision.numel(),
             "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
-            "objective": type(self.objective).__name__,
+            "objective": f"{type(self.objective).__name__}({vars(self.objective)})",
+            **self.settings,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -360,9 +403,11 @@ class Run:
             "margliks": self.margliks,
             "history": self.history,
             "skipped": self.steps.skipped,
+            "in_a_row": self.steps.in_a_row,
         }
 
-    def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
+    def check_state_dict(self, state: dict[str, Any], path: Path) -> None:
+        """Refuse the state of another run, before anything is changed."""
         theirs, ours = state["signature"], self.signature()
         for key, value in ours.items():
             if theirs.get(key) != value:
@@ -373,6 +418,8 @@ class Run:
             raise ValueError(
                 f"{path} is at epoch {state['epoch']}, but n_epochs is {self.schedule.n_epochs}; nothing was changed"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.priors.load_state_dict(state["priors"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -382,7 +429,7 @@ class Run:
             self.eta_optimizer.load_state_dict(state["eta_optimizer"])
         self.epoch, self.best = state["epoch"], state["best"]
         self.losses, self.margliks, self.history = state["losses"], state["margliks"], state["history"]
-        self.steps.skipped = state["skipped"]
+        self.steps.skipped, self.steps.in_a_row = state["skipped"], state["in_a_row"]
 
 
 def _finite(value: float) -> float | None:

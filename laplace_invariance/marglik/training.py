@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 import warnings
@@ -39,8 +40,9 @@ class Result:
         margliks: negative log marginal likelihoods, one per step on prior precisions, or per estimate if there are none.
         losses: mean training loss of every epoch, with the prior's term.
         history: one record per epoch: ``epoch``, ``loss``; where the evidence was estimated ``evidence`` and its terms
-            ``log_likelihood - 0.5 * (log_det_ratio + scatter)``; ``prior_precision``, ``sigma_noise``, ``hyperparameters``,
-            ``ranges`` (magnitudes), ``valid``, ``skipped`` (steps that were not finite, so far), ``seconds``.
+            ``log_likelihood - 0.5 * (log_det_ratio + scatter)``; ``prior_precision``, ``sigma_noise``, ``hyperparameters`` and
+            ``ranges`` (magnitudes) that it is the evidence of; ``valid``, ``skipped`` (steps that were not finite, so far),
+            ``seconds``.
         hyperparameters: those of the best evidence, by name.
         prior_precision: that of the best evidence.
         sigma_noise: that of the best evidence; None for classification.
@@ -79,10 +81,29 @@ def _check_loader(name: str, loader: DataLoader) -> DataLoader:
     return loader
 
 
-def _check_positive(**values: float | None) -> None:
+def _check_numbers(values: dict[str, float | None], least: float | None = None, whole: bool = False) -> None:
+    """Refuse what is not above zero, or below ``least``; and fractions, if numbers must be whole."""
     for name, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+        if value is None:
+            continue
+        enough = value > 0 if least is None else value >= least
+        if not enough or not math.isfinite(value) or (whole and value != int(value)):
+            wanted = "positive and finite" if least is None else f"finite and at least {least}"
+            raise ValueError(f"{name} must be {wanted}{' and whole' if whole else ''}, got {value}")
+
+
+def _evidence_loader(loader: DataLoader, batch_size: int | None) -> DataLoader:
+    """Return batches that have every example, for the evidence is that of all of them."""
+    sampler = getattr(loader, "sampler", None)
+    if sampler is not None and hasattr(sampler, "__len__") and len(sampler) != len(loader.dataset):
+        raise ValueError(
+            f"the sampler yields {len(sampler)} of {len(loader.dataset)} examples, but the evidence is that of the whole data "
+            "set; wrap the examples to train on in torch.utils.data.Subset"
+        )
+    if batch_size is None and not getattr(loader, "drop_last", False):
+        return loader
+    size = loader.batch_size if batch_size is None else batch_size
+    return DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
 
 
 def marglik_training(
@@ -129,9 +150,9 @@ def marglik_training(
     """Train weights by the loss, and prior precisions, noise and hyperparameters of the model by the evidence.
 
     Every positional argument is that of ``laplace.marglik_training`` and means the same; on a model without hyperparameters the
-    two do the same. Hyperparameters (those of :func:`~laplace_invariance.named_hyperparameters` that require grad) take one step
-    by Adam whenever the evidence is estimated, after the prior precisions and the noise, which take ``n_hypersteps`` on the same
-    decomposition. The result has weights, hyperparameters and priors of the best evidence.
+    two take the same steps. Hyperparameters (those of :func:`~laplace_invariance.named_hyperparameters` that require grad) take
+    one step by Adam whenever the evidence is estimated, after the prior precisions and the noise, which take ``n_hypersteps`` on
+    the same decomposition. The result has weights, hyperparameters and priors of the best evidence.
 
     A step whose objective or gradient is not finite is skipped, counted and logged.
 
@@ -145,7 +166,7 @@ def marglik_training(
         objective: what hyperparameters are learnt by; None is :class:`~laplace_invariance.marglik.Evidence`.
         lr_aug: step size of hyperparameters in the first epoch. Large, so that ranges open before the weights have settled for
             narrow ones: with small steps all rotations of digits are found only if one starts there.
-        lr_aug_min: step size in the last epoch, reached along half a cosine; None is a tenth of ``lr_aug``.
+        lr_aug_min: where half a cosine over the epochs takes the step size to; None is a tenth of ``lr_aug``.
         marglik_loader: batches for the evidence, of as many examples; None is the training loader.
         marglik_batch_size: size of these batches, instead of a loader; larger is faster, memory permitting.
         n_hypersteps_prior: if given, an estimate consists of ``n_hypersteps`` rounds, each of which fits the curvature, takes so
@@ -165,20 +186,39 @@ def marglik_training(
     hessian_structure = str(getattr(hessian_structure, "value", hessian_structure))
     if likelihood not in ("classification", "regression"):
         raise ValueError(f"likelihood must be 'classification' or 'regression', got {likelihood!r}")
-    _check_positive(
-        n_epochs=n_epochs, lr_hyp=lr_hyp, lr_aug=lr_aug, prior_prec_init=prior_prec_init, sigma_noise_init=sigma_noise_init,
-        temperature=temperature, marglik_frequency=marglik_frequency, marglik_batch_size=marglik_batch_size,
-        n_hyper_batches=n_hyper_batches, max_bad_steps=max_bad_steps,
-    )  # fmt: skip
+    _check_numbers(
+        {
+            "lr_hyp": lr_hyp,
+            "lr_aug": lr_aug,
+            "prior_prec_init": prior_prec_init,
+            "sigma_noise_init": sigma_noise_init,
+            "temperature": temperature,
+        }
+    )
+    _check_numbers({"lr_aug_min": lr_aug_min}, least=0)
+    counts = {"n_epochs": n_epochs, "marglik_frequency": marglik_frequency, "max_bad_steps": max_bad_steps}
+    counts |= {"marglik_batch_size": marglik_batch_size, "n_hyper_batches": n_hyper_batches}
+    _check_numbers(counts, whole=True)
+    _check_numbers({"n_hypersteps": n_hypersteps, "n_epochs_burnin": n_epochs_burnin}, least=0, whole=True)
+    _check_numbers({"n_hypersteps_prior": n_hypersteps_prior}, least=0, whole=True)
+    if n_hypersteps_prior is not None and n_hypersteps == 0:
+        raise ValueError("with n_hypersteps_prior, n_hypersteps is the number of rounds and must be positive, got 0")
+    if issubclass(optimizer_cls, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times per step, which is not supported; choose another optimizer_cls"
+        )
     _check_loader("train_loader", train_loader)
     if valid_loader is not None:
         _check_loader("valid_loader", valid_loader)
-    if marglik_loader is None:
-        marglik_loader = train_loader
-        if marglik_batch_size is not None:
-            marglik_loader = DataLoader(train_loader.dataset, marglik_batch_size, collate_fn=train_loader.collate_fn)
-    elif marglik_batch_size is not None:
+    if marglik_loader is not None and marglik_batch_size is not None:
         raise ValueError("give marglik_loader or marglik_batch_size, not both")
+    marglik_loader = _evidence_loader(train_loader if marglik_loader is None else marglik_loader, marglik_batch_size)
+    if checkpoint is not None and any(
+        getattr(loader, "persistent_workers", False) for loader in (train_loader, marglik_loader)
+    ):
+        raise ValueError(
+            "persistent_workers=True cannot be resumed: what workers have drawn is not known here; leave it out"
+        )
     if len(_check_loader("marglik_loader", marglik_loader).dataset) != len(train_loader.dataset):
         raise ValueError(
             f"marglik_loader has {len(marglik_loader.dataset)} examples and train_loader {len(train_loader.dataset)}: the "
@@ -192,6 +232,7 @@ def marglik_training(
     optimizer_kwargs = dict(optimizer_kwargs or {})
     if optimizer_kwargs.get("weight_decay"):
         warnings.warn("the prior replaces weight decay, which is set to 0", stacklevel=2)
+    if "weight_decay" in inspect.signature(optimizer_cls).parameters:
         optimizer_kwargs["weight_decay"] = 0.0
 
     regression = likelihood == "regression"
@@ -227,7 +268,19 @@ def marglik_training(
         n_hyper_batches=n_hyper_batches,
         max_bad_steps=max_bad_steps,
         generator=generator,
+        settings={
+            "optimizer_kwargs": repr(optimizer_kwargs),
+            "backend_kwargs": repr(backend_kwargs),
+            "temperature": temperature,
+            "lr_hyp": lr_hyp,
+            "lr_aug": (lr_aug, lr_aug_min),
+            "n_hypersteps": (n_hypersteps, n_hypersteps_prior),
+            "marglik_frequency": marglik_frequency,
+            "n_epochs_burnin": n_epochs_burnin,
+            "n_hyper_batches": n_hyper_batches,
+        },
     )
+    run.rehearse()
     random_states = RandomStates(model, (train_loader, marglik_loader, valid_loader), (generator,))
     journal = Journal(run, random_states, checkpoint, history, resume)
     _train(run, journal, valid_loader, callbacks, progress_bar)
@@ -258,9 +311,10 @@ def _train(
             seconds = {"train": trained - start, "estimate": estimated - trained}
             record = run.record(estimate, valid, seconds)
             run.history.append(record)
-            journal.write(record)
-            for callback in callbacks:
+            journal.append(record)
+            for callback in callbacks:  # before the checkpoint, which then has what they did to random states
                 callback(record, run.model)
+            journal.save()
             bar.update()
             _show(bar, run)
 
