@@ -229,6 +229,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about itself
     try:
         arguments.run(arguments)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # torch.save raises an error of its own if it is interrupted
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        raise SystemExit("laplace-invariance: interrupted; the same command with --resume goes on") from None
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         raise SystemExit(f"laplace-invariance: {error}") from error
 

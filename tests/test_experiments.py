@@ -220,3 +220,17 @@ def test_truncated_checkpoint_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="not a readable checkpoint"):
         cli.main(["learn", *arguments, "--out", str(tmp_path), "--resume"])
     assert len(path.read_bytes()) == 1000
+
+
+@pytest.mark.parametrize("context", [None, KeyboardInterrupt()])
+def test_interrupt_ends_in_one_line(monkeypatch, tmp_path, context):
+    def interrupted(*_, **__):
+        if context is None:
+            raise KeyboardInterrupt
+        error = RuntimeError("unexpected pos 103360 vs 103252")
+        error.__context__ = context
+        raise error
+
+    monkeypatch.setattr(cli, "learn", interrupted)
+    with pytest.raises(SystemExit, match="interrupted; the same command with --resume goes on"):
+        cli.main(["learn", "--out", str(tmp_path)])

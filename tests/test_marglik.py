@@ -501,6 +501,8 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(t
         ({"n_hypersteps": 0, "n_hypersteps_prior": 3}, ValueError, "number of rounds and must be positive"),
         ({"lr_aug_min": math.nan}, ValueError, "lr_aug_min must be finite"),
         ({"optimizer_cls": torch.optim.LBFGS}, ValueError, "LBFGS"),
+        ({"objective": Augerino}, TypeError, "objective must be an instance"),
+        ({"callbacks": print}, TypeError, "callbacks must be a list"),
         (
             {"backend": CurvlinopsGGN},
             ValueError,
@@ -529,6 +531,16 @@ def test_bad_arguments_are_explained(change, error, match):
     arguments = {"model": invariant(), "train_loader": loader_of(points()), **FEW, **change}
     with pytest.raises(error, match=match):
         li.marglik_training(**arguments)
+
+
+def test_warns_if_there_is_no_estimate():
+    with pytest.warns(UserWarning, match="never estimated in 3 epochs"):
+        result = li.marglik_training(network(), loader_of(points()), n_epochs=3, n_epochs_burnin=4)
+    assert result.margliks == []
+    assert (
+        repr(result)
+        == "Result(epochs=3, best_epoch=3, evidence=None, skipped={'weights': 0, 'priors': 0, 'hyperparameters': 0})"
+    )
 
 
 def test_what_cannot_work_fails_before_training():

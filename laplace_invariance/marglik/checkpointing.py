@@ -191,7 +191,7 @@ class Journal:
         for path in (self._checkpoint, self._history):
             if path is not None and path.exists() and not going_on:
                 raise FileExistsError(
-                    f"{path} exists, but there is no checkpoint {self._checkpoint} to go on from"
+                    f"{path} exists, but there is no checkpoint {self._checkpoint} to go on from; remove it to start anew"
                     if resume
                     else f"{path} exists; resume=True goes on from it, another name starts anew"
                 )

@@ -28,7 +28,7 @@ class Objective:
     steps_in_training = False
 
     def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch, to which the prior's term is added."""
+        """Return the mean loss of a batch, to which the prior's term is added: by default ``criterion(model(x), y)``."""
         return criterion(model(x), y)
 
 
@@ -46,7 +46,8 @@ class Augerino(Objective):
     """Learn hyperparameters by the training loss, with a reward for wide ranges (Benton et al., 2020).
 
     The loss is ``criterion(f(x), y) - strength * |w|`` with ``w`` the half-widths that are learnt. Prior precisions and noise are
-    learnt by evidence, as otherwise.
+    learnt by evidence, as otherwise. Ranges step with every batch, so ``lr_aug`` must be small, 0.03 or less; start them above
+    zero, at 0.1 or so.
 
     Args:
         strength: of the reward; 0.01 in the paper.

@@ -30,7 +30,7 @@ __all__ = ["Result", "marglik_training"]
 Callback = Callable[[Record, nn.Module], object]
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """What training found; unpacks to ``la, model, margliks, losses`` as that of ``laplace.marglik_training``.
 
@@ -39,7 +39,7 @@ class Result:
         model: the model, with the weights and hyperparameters of the best evidence.
         margliks: negative log marginal likelihoods, one per step on prior precisions, or per estimate if there are none.
         losses: mean training loss of every epoch, with the prior's term.
-        history: one record per epoch: ``epoch``, ``loss``; where the evidence was estimated ``evidence`` and its terms
+        history: one record per epoch: ``epoch``, ``loss``; where the evidence was estimated (else None) it and its terms,
             ``log_likelihood - 0.5 * (log_det_ratio + scatter)``; ``prior_precision``, ``sigma_noise``, ``hyperparameters`` and
             ``ranges`` (magnitudes) that it is the evidence of; ``valid``, ``skipped`` (steps that were not finite, so far),
             ``seconds``.
@@ -60,6 +60,10 @@ class Result:
     sigma_noise: Tensor | None
     best_epoch: int
     skipped: dict[str, int]
+
+    def __repr__(self) -> str:
+        evidence = max((r["evidence"] for r in self.history if r["evidence"] is not None), default=None)
+        return f"Result(epochs={len(self.history)}, best_epoch={self.best_epoch}, evidence={evidence}, skipped={self.skipped})"
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.la, self.model, self.margliks, self.losses))
@@ -203,6 +207,19 @@ def marglik_training(
     _check_numbers({"n_hypersteps_prior": n_hypersteps_prior}, least=0, whole=True)
     if n_hypersteps_prior is not None and n_hypersteps == 0:
         raise ValueError("with n_hypersteps_prior, n_hypersteps is the number of rounds and must be positive, got 0")
+    objective = Evidence() if objective is None else objective
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective must be an instance of laplace_invariance.marglik.Objective, got {objective!r}")
+    if callable(callbacks) or not all(callable(callback) for callback in callbacks):
+        raise TypeError("callbacks must be a list of functions, each called as callback(record, model)")
+    if objective.estimates and not any(
+        e % marglik_frequency == 0 for e in range(max(n_epochs_burnin, 1), n_epochs + 1)
+    ):
+        warnings.warn(
+            f"the evidence is never estimated in {n_epochs} epochs, with n_epochs_burnin={n_epochs_burnin} and "
+            f"marglik_frequency={marglik_frequency}; nothing but weights is learnt",
+            stacklevel=2,
+        )
     if issubclass(optimizer_cls, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times per step, which is not supported; choose another optimizer_cls"
@@ -241,7 +258,7 @@ def marglik_training(
         model,
         train_loader,
         marglik_loader,
-        objective=Evidence() if objective is None else objective,
+        objective=objective,
         curvature=Curvature(
             likelihood, hessian_structure, backend, backend_kwargs, temperature, dict_key_x, dict_key_y
         ),
