@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from laplace_invariance import __version__, datasets
-from laplace_invariance.experiments import METHODS, NETWORKS, Experiment, compare, learn
+from laplace_invariance.comparison import compare
+from laplace_invariance.experiments import METHODS, NETWORKS, Experiment, learn
 
 __all__ = ["main"]
 

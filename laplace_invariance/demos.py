@@ -145,11 +145,7 @@ def _figure(
     history: Tensor,
     curves: dict[str, list[float]],
 ) -> Path:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = plots.figure((15, 7.5))
     mosaic = [["data", "before", "after"], ["data", "range", "evidence"]]
     layout = figure.subplot_mosaic(mosaic, width_ratios=[1.25, 1, 1])
     x, y = train.tensors

@@ -1,4 +1,4 @@
-"""Learn invariances of image data with one call, and compare with other ways; what the command line runs.
+"""Learn invariances of image data with one call; what the command line runs.
 
 An experiment is data, a way to move them whose ranges are known, a network, and a method. All methods run through
 ``marglik_training`` and differ in three things only: what the network is averaged over, the objective, and what happens to
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import FixupResNet, Standardise, cnn, mlp
 from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, checkpointing, marglik_training
 
-__all__ = ["METHODS", "NETWORKS", "Comparison", "Experiment", "Outcome", "compare", "learn"]
+__all__ = ["METHODS", "NETWORKS", "Experiment", "Outcome", "identity", "learn"]
 
 NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
@@ -210,13 +209,13 @@ def _claim(out: Path, experiment: Experiment, resume: bool) -> None:
         return
     if not resume:
         raise FileExistsError(f"{path} exists; --resume (resume=True) goes on from it, another directory starts anew")
-    found, wanted = _identity(Experiment(**_json(path))), _identity(experiment)
+    found, wanted = identity(Experiment(**_json(path))), identity(experiment)
     different = [name for name in wanted if found[name] != wanted[name]]
     if different:
         raise ValueError(f"{path} is of another experiment: it differs in {', '.join(different)}; nothing was changed")
 
 
-def _identity(experiment: Experiment) -> dict[str, Any]:
+def identity(experiment: Experiment) -> dict[str, Any]:
     """Return what makes an experiment; not where its data are from."""
     return {name: value for name, value in asdict(experiment).items() if name not in ("root", "download")}
 
@@ -335,15 +334,6 @@ def _scale_correlation(augmentation: AffineImage) -> float:
 # Pictures.
 
 
-def _figure(size: tuple[float, float]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _draw(outcome: Outcome, augmentation: AffineImage | None, images: Tensor, out: Path) -> None:
     history = outcome.result.history
     title = f"{outcome.experiment.data}, {outcome.experiment.transform.replace('_', ' ')}"
@@ -356,132 +346,21 @@ def _draw(outcome: Outcome, augmentation: AffineImage | None, images: Tensor, ou
             "-½ log determinant ratio": [-r["log_det_ratio"] / 2 / n_data for r in estimated],
             "-½ scatter": [-r["scatter"] / 2 / n_data for r in estimated],
         }
-        figure = _figure(FIGURE["evidence"])
+        figure = plots.figure(FIGURE["evidence"])
         plots.evidence_terms([r["epoch"] for r in estimated], terms, figure.subplots()).set_title(title)
         figure.savefig(out / "evidence.png", dpi=120)
     if augmentation is None:
         return
-    figure = _figure(FIGURE["ranges"])
+    figure = plots.figure(FIGURE["ranges"])
     values = {name: [r["ranges"]["augmentation"][name] for r in history] for name in augmentation.names}
     truth = {name: value for name, value in outcome.truth.items() if value > 0}
     plots.ranges_over_epochs([r["epoch"] for r in history], values, truth, figure.subplots()).set_title(title)
     figure.savefig(out / "ranges.png", dpi=120)
-    figure = _figure(FIGURE["samples"])
+    figure = plots.figure(FIGURE["samples"])
     start, end = figure.subplots(1, 2)
     plots.samples(_augmentation(outcome.experiment), images, 8, start, "at the start")
     plots.samples(augmentation, images, 8, end, "as learnt")
     figure.savefig(out / "samples.png", dpi=120)
-    figure = _figure(FIGURE["flow"])
+    figure = plots.figure(FIGURE["flow"])
     plots.flow(augmentation, figure.subplots()).set_title(f"learnt on {title}")
     figure.savefig(out / "flow.png", dpi=120)
-
-
-# Many experiments.
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Outcomes by kind of data and method, one per seed."""
-
-    outcomes: dict[tuple[str, str], list[Outcome]]
-
-    @property
-    def kinds(self) -> list[str]:
-        return list(dict.fromkeys(kind for kind, _ in self.outcomes))
-
-    @property
-    def methods(self) -> list[str]:
-        return list(dict.fromkeys(method for _, method in self.outcomes))
-
-    def accuracies(self) -> dict[str, dict[str, float]]:
-        """Return mean test accuracies by kind and method."""
-        return {
-            kind: {m: statistics.fmean(o.accuracy for o in self.outcomes[k, m]) for k, m in self.outcomes if k == kind}
-            for kind in self.kinds
-        }
-
-    def markdown(self) -> str:
-        """Return two tables: test accuracy, and learnt ranges, both mean ± standard deviation over seeds if several."""
-        accuracies = self._rows(lambda outcomes: _spread([100 * o.accuracy for o in outcomes], "{:.1f}"))
-        ranges = self._rows(lambda outcomes: _learnt(outcomes) if outcomes[0].magnitudes else "-")
-        return "\n".join(["Test accuracy in percent:", "", *accuracies, "", "Ranges, and the true ones:", "", *ranges])
-
-    def _rows(self, cell: Callable[[list[Outcome]], str]) -> list[str]:
-        head = ["method", *(kind.replace("_", " ") for kind in self.kinds)]
-        rows = [
-            [m, *(cell(self.outcomes[k, m]) if (k, m) in self.outcomes else "-" for k in self.kinds)]
-            for m in self.methods
-        ]
-        kept = [row for row in rows if any(text != "-" for text in row[1:])]
-        return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *kept)]
-
-    __str__ = markdown
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    mean = form.format(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
-
-
-def _learnt(outcomes: Sequence[Outcome]) -> str:
-    """Say how wide the ranges are that should be, and the widest of the others."""
-    truth = outcomes[0].truth
-    wanted = [name for name, value in truth.items() if value > 0]
-    parts = [
-        f"{_short(name)} {_spread([o.magnitudes[name] for o in outcomes], '{:.2f}')} ({truth[name]:.2f})"
-        for name in wanted
-    ]
-    widest = max(((v, name) for o in outcomes for name, v in o.magnitudes.items() if name not in wanted))
-    return ", ".join([*parts, f"others ≤ {widest[0]:.2f} ({_short(widest[1])})"])
-
-
-def _short(name: str) -> str:
-    return name.replace("_translation", " shift").replace("_", " ")
-
-
-def compare(
-    experiments: Sequence[Experiment],
-    out: str | Path | None = None,
-    resume: bool = False,
-    progress_bar: bool = False,
-    say: Callable[[str], None] | None = None,
-) -> Comparison:
-    """Run experiments one after the other, and put them into one table.
-
-    Those of one kind and seed have the same images, moved in the same way, and the same initial weights.
-
-    Args:
-        experiments: what to run; several of one kind and method are its seeds.
-        out: directory for one directory per experiment, the tables (comparison.md), and a figure.
-        resume: read what is finished in ``out`` and go on with what is not.
-        progress_bar: show one per experiment.
-        say: told what is run, and how it went.
-    """
-    if not experiments:
-        raise ValueError("there is nothing to compare: no experiments")
-    for e in experiments:
-        same = [
-            _identity(other) | {"seed": 0}
-            for other in experiments
-            if (e.transform, e.method) == (other.transform, other.method)
-        ]
-        if any(identity != same[0] for identity in same):
-            raise ValueError(
-                f"experiments of {e.transform} with {e.method} must differ in seed only; compare others one by one"
-            )
-    outcomes: dict[tuple[str, str], list[Outcome]] = {}
-    for i, e in enumerate(experiments, start=1):
-        name = f"{Path(e.data).stem}-{e.transform}-{e.method}-{e.seed}"
-        if say is not None:
-            say(f"{i} of {len(experiments)}: {name}")
-        outcome = learn(e, None if out is None else Path(out) / name, resume, progress_bar)
-        outcomes.setdefault((e.transform, e.method), []).append(outcome)
-        if say is not None:
-            say(f"    accuracy {outcome.accuracy:.1%}, {outcome.seconds:.0f} s")
-    comparison = Comparison(outcomes)
-    if out is not None:
-        (Path(out) / "comparison.md").write_text(comparison.markdown() + "\n")
-        figure = _figure((2 + 2.4 * len(comparison.kinds), 5))
-        plots.accuracies(comparison.accuracies(), figure.subplots())
-        figure.savefig(Path(out) / "comparison.png", dpi=120)
-    return comparison

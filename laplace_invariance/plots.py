@@ -14,6 +14,7 @@ from laplace_invariance.augmentations import AffinePoints, Augmentation, LieGrou
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # matplotlib's cycle without its grey, and a dark blue
 COLOURS = [f"C{i}" for i in range(10) if i != 7] + ["navy"]
@@ -22,6 +23,7 @@ __all__ = [
     "accuracies",
     "evidence",
     "evidence_terms",
+    "figure",
     "flow",
     "learnt_range",
     "probability_by_angle",
@@ -29,6 +31,16 @@ __all__ = [
     "samples",
     "shapes",
 ]
+
+
+def figure(size: tuple[float, float]) -> Figure:
+    """Return a figure of so many inches that can be saved without a display, and without matplotlib's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
 
 
 def shapes(points: Tensor, labels: Tensor, ax: Axes, columns: int = 6) -> Axes:

@@ -268,7 +268,6 @@ def rows(images):
 
 
 def test_digits_are_split_once_and_for_all():
-    pytest.importorskip("sklearn")
     first, second = load("digits"), load("digits", seed=3)
     assert first.x_train.shape == (1198, 1, 8, 8)
     assert first.x_test.shape == (599, 1, 8, 8)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from laplace_invariance import cli, experiments
-from laplace_invariance.experiments import METHODS, Comparison, Experiment, Outcome, compare, learn
+from laplace_invariance.comparison import Comparison, compare
+from laplace_invariance.experiments import METHODS, Experiment, Outcome, learn
 
 SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2}
 FILES = {

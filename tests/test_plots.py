@@ -12,7 +12,7 @@ from laplace_invariance import datasets, plots
 
 @pytest.fixture
 def ax():
-    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
+    figure = plots.figure((6.4, 4.8))
     yield figure.add_subplot()
     figure.savefig(io.BytesIO())  # what cannot be drawn fails here
 

@@ -4,59 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from laplace import Laplace
 from laplace.baselaplace import BaseLaplace
-from laplace.curvature.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.hyper import Hyperparameterised, named_hyperparameters
+from laplace_invariance.marglik.estimation import Curvature, OneBatch, PartlyDifferentiable
 from laplace_invariance.marglik.objectives import Objective
 from laplace_invariance.marglik.priors import Priors
 
-__all__ = ["Curvature", "Record", "Run", "Schedule", "Steps"]
+__all__ = ["Record", "Run", "Schedule", "Steps"]
 
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 TERMS = ("log_likelihood", "log_det_ratio", "scatter")
-
-
-@dataclass(frozen=True)
-class Curvature:
-    """How the evidence is estimated."""
-
-    likelihood: str
-    hessian_structure: str
-    backend: type[CurvatureInterface]
-    backend_kwargs: dict[str, Any] | None
-    temperature: float
-    dict_key_x: str
-    dict_key_y: str
-
-    def laplace(self, model: nn.Module, priors: Priors, enable_backprop: bool = False) -> BaseLaplace:
-        noise = priors.noise
-        return Laplace(
-            model,
-            self.likelihood,
-            subset_of_weights="all",
-            hessian_structure=self.hessian_structure,
-            sigma_noise=1.0 if noise is None else noise.detach(),
-            prior_precision=priors.precision.detach(),
-            temperature=self.temperature,
-            enable_backprop=enable_backprop,
-            backend=self.backend,
-            backend_kwargs=self.backend_kwargs,
-            dict_key_x=self.dict_key_x,
-            dict_key_y=self.dict_key_y,
-        )
 
 
 @dataclass(frozen=True)
@@ -110,37 +79,6 @@ class Steps:
         if not all(torch.isfinite(gradient).all() for gradient in gradients):
             return self.bad(kind, "a gradient is not finite")
         return self.good(kind)
-
-
-class _PartlyDifferentiable:
-    """A loader under which hyperparameters require grad in some of the batches only."""
-
-    def __init__(self, loader: DataLoader, hyperparameters: Sequence[Tensor], chosen: set[int]) -> None:
-        self.loader, self.hyperparameters, self.chosen = loader, hyperparameters, chosen
-        self.dataset = loader.dataset
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for index, batch in enumerate(self.loader):
-            for tensor in self.hyperparameters:
-                tensor.requires_grad_(index in self.chosen)
-            yield batch
-
-
-class _OneBatch:
-    """A loader with one batch."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-        self.dataset = next(iter(batch.values())) if isinstance(batch, MutableMapping) else batch[0]
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.batch
 
 
 class Run:
@@ -237,7 +175,7 @@ class Run:
             data = next(iter(self.marglik_loader))
             few = data if isinstance(data, MutableMapping) else [part[:2] for part in data]
             la = self.curvature.laplace(self.model, self.priors)
-            la.fit(_OneBatch(few))
+            la.fit(OneBatch(few))
             evidence = la.log_marginal_likelihood(self.priors.precision.detach())
         if self.by_evidence and not evidence.requires_grad:
             raise ValueError(
@@ -291,7 +229,7 @@ class Run:
             order = torch.randperm(n_batches, generator=self.generator, device=device)
             chosen = set(order[: self.n_hyper_batches].tolist())
         try:
-            la.fit(_PartlyDifferentiable(self.marglik_loader, self.etas, chosen))
+            la.fit(PartlyDifferentiable(self.marglik_loader, self.etas, chosen))
         finally:
             for eta in self.etas:
                 eta.requires_grad_()

@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.hyper import named_hyperparameters
 from laplace_invariance.marglik.checkpointing import Journal, RandomStates
+from laplace_invariance.marglik.estimation import Curvature
 from laplace_invariance.marglik.objectives import Evidence, Objective
 from laplace_invariance.marglik.priors import Priors
-from laplace_invariance.marglik.run import Curvature, Record, Run, Schedule
+from laplace_invariance.marglik.run import Record, Run, Schedule
 
 __all__ = ["Result", "marglik_training"]
 
@@ -212,9 +213,16 @@ def marglik_training(
         raise TypeError(f"objective must be an instance of laplace_invariance.marglik.Objective, got {objective!r}")
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a list of functions, each called as callback(record, model)")
-    if objective.estimates and not any(
-        e % marglik_frequency == 0 for e in range(max(n_epochs_burnin, 1), n_epochs + 1)
-    ):
+    schedule = Schedule(
+        n_epochs,
+        n_epochs_burnin,
+        marglik_frequency,
+        rounds=1 if n_hypersteps_prior is None else n_hypersteps,
+        prior_steps=n_hypersteps if n_hypersteps_prior is None else n_hypersteps_prior,
+        lr_aug=lr_aug,
+        lr_aug_min=lr_aug / 10 if lr_aug_min is None else lr_aug_min,
+    )
+    if objective.estimates and not any(schedule.due(epoch) for epoch in range(1, n_epochs + 1)):
         warnings.warn(
             f"the evidence is never estimated in {n_epochs} epochs, with n_epochs_burnin={n_epochs_burnin} and "
             f"marglik_frequency={marglik_frequency}; nothing but weights is learnt",
@@ -262,15 +270,7 @@ def marglik_training(
         curvature=Curvature(
             likelihood, hessian_structure, backend, backend_kwargs, temperature, dict_key_x, dict_key_y
         ),
-        schedule=Schedule(
-            n_epochs,
-            n_epochs_burnin,
-            marglik_frequency,
-            rounds=1 if n_hypersteps_prior is None else n_hypersteps,
-            prior_steps=n_hypersteps if n_hypersteps_prior is None else n_hypersteps_prior,
-            lr_aug=lr_aug,
-            lr_aug_min=lr_aug / 10 if lr_aug_min is None else lr_aug_min,
-        ),
+        schedule=schedule,
         priors=Priors(
             model,
             prior_structure,
