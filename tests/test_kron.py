@@ -13,23 +13,36 @@ def positive(n, rank=None):
     return root @ root.mT
 
 
+def blocks(q, n):
+    return torch.stack([positive(n) for _ in range(q)])
+
+
 def factors():
-    """A matrix, a dense block and a diagonal block."""
-    return [[positive(3), positive(5)], [positive(2)], [torch.rand(4)]]
+    """A matrix, a dense and a diagonal block; then block-diagonal on the right, on the left, and on both sides in pairs."""
+    plain = [[positive(3), positive(5)], [positive(2)], [torch.rand(4)]]
+    return [*plain, [positive(3), blocks(2, 5)], [blocks(3, 2), positive(4)], [blocks(4, 3), blocks(4, 2)]]
+
+
+DELTAS, SCALE = [0.5, 0.7, 0.3, 0.4, 0.6, 0.8], 1.7
 
 
 def dense(kfacs, deltas, scale):
-    blocks = []
+    matrices = []
     for fs, delta in zip(kfacs, deltas, strict=True):
-        block = fs[0].diag() if fs[0].ndim == 1 else fs[0]
-        block = torch.kron(block, fs[1]) if len(fs) == 2 else block
-        blocks.append(scale * block + delta * torch.eye(len(block)))
-    return torch.block_diag(*blocks)
+        if len(fs) == 2 and fs[0].ndim == fs[1].ndim == 3:  # the parameter is [o, q, i]
+            (q, o, _), i = fs[0].shape, fs[1].shape[1]
+            matrix = torch.einsum("qab,qij,qr->aqibrj", *fs, torch.eye(q)).reshape(o * q * i, o * q * i)
+        else:
+            whole = {1: torch.diag, 2: lambda f: f, 3: lambda f: torch.block_diag(*f)}
+            parts = [whole[f.ndim](f) for f in fs]
+            matrix = torch.kron(*parts) if len(fs) == 2 else parts[0]
+        matrices.append(scale * matrix + delta * torch.eye(len(matrix)))
+    return torch.block_diag(*matrices)
 
 
 @pytest.fixture
 def setting():
-    kfacs, deltas, scale = factors(), torch.tensor([0.5, 0.7, 0.3]), torch.tensor(1.7)
+    kfacs, deltas, scale = factors(), torch.tensor(DELTAS), torch.tensor(SCALE)
     decomposed = DifferentiableKron(kfacs).decompose() * scale + deltas
     return decomposed, dense(kfacs, deltas, scale)
 
@@ -50,6 +63,18 @@ def test_equals_the_dense_matrix_in_all_it_offers(setting):
     torch.testing.assert_close(root @ root, inverse)
 
 
+def test_factors_themselves_equal_the_dense_matrix():
+    kron = DifferentiableKron(factors())
+    matrix = dense(kron.kfacs, [0.0] * len(kron), 1.0)
+    W = torch.randn(2, 3, len(matrix))
+    torch.testing.assert_close(kron.to_matrix(), matrix)
+    torch.testing.assert_close(kron.diag(), matrix.diagonal())
+    torch.testing.assert_close(kron.bmm(W), W @ matrix)
+    torch.testing.assert_close(kron.logdet(), matrix.logdet())
+    torch.testing.assert_close((3.0 * kron).to_matrix(), 3 * matrix)
+    torch.testing.assert_close((kron + kron).decompose().to_matrix()[:15, :15], 4 * matrix[:15, :15])
+
+
 def test_agrees_with_stock_where_that_is_right():
     kfacs, deltas = factors()[:2], torch.tensor([0.5, 0.7])
     ours = DifferentiableKron(kfacs).decompose() * 2.0 + deltas
@@ -66,7 +91,7 @@ def test_agrees_with_stock_where_that_is_right():
 
 def test_gradients_equal_those_of_the_dense_matrix():
     kfacs = [[f.requires_grad_() for f in fs] for fs in factors()]
-    deltas, scale = torch.tensor([0.5, 0.7, 0.3], requires_grad=True), torch.tensor(1.7, requires_grad=True)
+    deltas, scale = torch.tensor(DELTAS, requires_grad=True), torch.tensor(SCALE, requires_grad=True)
     inputs = [deltas, scale, *(f for fs in kfacs for f in fs)]
     ours = torch.autograd.grad((DifferentiableKron(kfacs).decompose() * scale + deltas).logdet(), inputs)
     twin = torch.autograd.grad(dense(kfacs, deltas, scale).logdet(), inputs)
@@ -145,7 +170,7 @@ def test_bad_input_is_refused():
     kron = DifferentiableKron(factors())
     with pytest.raises(ValueError, match="can only add Kron"):
         kron + 1.0
-    with pytest.raises(ValueError, match="3 and of 2 parameters"):
+    with pytest.raises(ValueError, match="6 and of 2 parameters"):
         kron + DifferentiableKron(factors()[:2])
     with pytest.raises(ValueError, match="scalar"):
         kron.decompose() * torch.ones(2)

@@ -7,7 +7,7 @@ from torch import nn
 from laplace_invariance.curvature import AugmentedGGN, Block, check_model, kfac, register_rule
 from laplace_invariance.curvature import rules as rules_module
 from laplace_invariance.curvature.rules import rules
-from laplace_invariance.layers import ScalarBias, ScalarScale
+from laplace_invariance.layers import ScalarBias, ScalarScale, SlotLinear
 
 # (module, shape of a batch of inputs); every type in the registry must be here
 CASES = [
@@ -38,6 +38,8 @@ CASES = [
     (lambda: nn.RMSNorm(5), (2, 3, 5)),
     (lambda: ScalarBias(), (2, 3, 5, 4)),
     (lambda: ScalarScale(), (2, 3, 5, 4)),
+    (lambda: SlotLinear(3, 5, 7), (2, 3, 5)),
+    (lambda: SlotLinear(1, 5, 7, bias=False), (2, 1, 5)),
 ]
 
 
@@ -63,8 +65,7 @@ def test_rule_equals_autograd(build, shape):
         ])  # fmt: skip
         block = blocks[name]
         a = None if block.a is None else block.a(x)
-        kinds = {"elementwise": block.elementwise, "transposed": block.transposed}
-        torch.testing.assert_close(kfac.jacobian(a, block.g(g), 2, **kinds), expected)
+        torch.testing.assert_close(kfac.jacobian(a, block.g(g), 2, **block.kinds), expected)
         if block.linear and a is not None and not isinstance(module, nn.Embedding):
             other = torch.randn(shape)
             torch.testing.assert_close(block.a(2 * x + other), 2 * a + block.a(other))

@@ -181,8 +181,7 @@ class Trace:
                 for (index, block), a in zip(call.blocks, call_inputs, strict=True):
                     g = block.g(gradient)
                     self._rows_per_input(g)
-                    kinds = {"elementwise": block.elementwise, "transposed": block.transposed}
-                    product = kfac.jacobian(a, g, self.batch, **kinds)
+                    product = kfac.jacobian(a, g, self.batch, **block.kinds)
                     exact[index] = exact[index] + product if index in exact else product
             for index, tensor in exact.items():
                 gathered.setdefault(index, []).append(tensor)

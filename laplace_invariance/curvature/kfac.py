@@ -114,26 +114,49 @@ def gram(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor
     return _Gram.apply(x, weights, scale)
 
 
-def factors(a: Tensor, g: Tensor, weights: Tensor | None, N: int, approx: str) -> tuple[Tensor, Tensor]:
+def factors(
+    a: Tensor,
+    g: Tensor,
+    weights: Tensor | None,
+    N: int,
+    approx: str,
+    *,
+    slotted_columns: bool = False,
+    per_slot: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the Kronecker factors ``G`` ``[d_out, d_out]`` and ``A / N`` ``[d_in, d_in]``.
 
-    With slots (groups of a convolution), each slot is a further position, at which only its own part of ``g`` is not zero:
-    ``G`` is block-diagonal.
+    With slots, each slot is a further position, at which only its own part of the matrix is not zero, and the factor on that
+    side is block-diagonal: ``G`` where slots split the rows (groups of a convolution), ``A`` where they split the columns. The
+    latter can be large and is returned as its blocks, ``[slots, d_in, d_in]``. Slot ``q`` of the columns meets gradients of
+    its own only, so that a ``G_q`` for each of them is closer to the curvature: ``(1 / N) G_q (x) A_q`` instead of
+    ``(1 / N) (mean_q G_q) (x) A_q``.
 
     Args:
         a: ``[batch, shared, (slots,) d_in]``.
         g: ``[batch, column, shared, (slots,) d_out]``.
         weights: ``M`` ``[batch, column, column]`` or None.
         N: size of the data set.
-        approx: ``"expand"`` or ``"reduce"``.
+        approx: ``"expand"`` or ``"reduce"``, of the shared positions; slots are always expanded.
+        slotted_columns: slots split the columns of the parameter instead of its rows.
+        per_slot: with ``slotted_columns``, return ``G`` of each slot, ``[slots, d_out, d_out]``.
     """
     if approx == "reduce":
         a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
     positions = g.shape[2:-1].numel()
+    if slotted_columns:
+        inner = _blocks(a, None, 1 / N)
+        outer = _blocks(g, weights, 1 / g.shape[2]) if per_slot else gram(g, weights, 1 / positions)
+        return outer, inner
     inner = gram(a, scale=1 / N)
     if a.ndim == 3:
         return gram(g, weights, 1 / positions), inner
-    return torch.block_diag(*(gram(part, weights, 1 / positions) for part in g.unbind(-2))), inner
+    return torch.block_diag(*_blocks(g, weights, 1 / positions)), inner
+
+
+def _blocks(x: Tensor, weights: Tensor | None, scale: float) -> Tensor:
+    """Return :func:`gram` of every slot of ``x`` ``[batch, (column,) shared, slots, d]``, ``[slots, d, d]``."""
+    return torch.stack([gram(part, weights, scale) for part in x.unbind(-2)])
 
 
 def weighted_diagonal(x: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -141,7 +164,15 @@ def weighted_diagonal(x: Tensor, weights: Tensor | None = None) -> Tensor:
     return (x * _weigh(x, weights)).sum((0, 1))
 
 
-def jacobian(a: Tensor | None, g: Tensor, batch: int, *, elementwise: bool, transposed: bool = False) -> Tensor:
+def jacobian(
+    a: Tensor | None,
+    g: Tensor,
+    batch: int,
+    *,
+    elementwise: bool,
+    slotted_columns: bool = False,
+    transposed: bool = False,
+) -> Tensor:
     """Return the exact gradient of each input's output with respect to a parameter, ``[batch, numel]``.
 
     Args:
@@ -149,14 +180,15 @@ def jacobian(a: Tensor | None, g: Tensor, batch: int, *, elementwise: bool, tran
         g: ``[rows, shared, (slots,) d_out]``, weights of the samples included.
         batch: number of inputs; samples and positions are summed over.
         elementwise: ``sum g * a`` instead of ``sum g (x) a``.
+        slotted_columns: slots split the columns of the parameter instead of its rows.
         transposed: the parameter is stored as ``[d_in, d_out]``.
     """
     g = g.reshape(batch, -1, *g.shape[2:])
     if elementwise:
         return (g if a is None else g * a.reshape(g.shape)).sum(1)
     a = a.reshape(batch, -1, *a.shape[2:])
-    if a.ndim == 4:  # slot q of the positions meets part q of the parameter's rows
-        return torch.einsum("bnqo,bnqi->bqoi", g, a).flatten(1)
+    if a.ndim == 4:  # slot q of the positions meets part q of the parameter's columns or rows
+        return torch.einsum("bnqo,bnqi->boqi" if slotted_columns else "bnqo,bnqi->bqoi", g, a).flatten(1)
     product = a.mT @ g if transposed else g.mT @ a
     return product.flatten(1)
 

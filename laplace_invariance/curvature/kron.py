@@ -2,6 +2,11 @@
 
 Subclasses of laplace's ``Kron`` and ``KronDecomposed``. Python asks a subclass's ``__radd__`` before the parent's
 ``__add__``, so ``self.H += H_batch`` inside stock ``KronLaplace.fit`` yields our class, and its ``decompose`` is ours.
+
+**Structure.** A factor is a matrix ``[d, d]``, a vector ``[d]`` (diagonal), or the blocks ``[q, d, d]`` of a block-diagonal
+matrix, which are added, decomposed and differentiated one by one; the large matrix is never formed. If both factors are
+blocks, ``G`` ``[q, o, o]`` and ``A`` ``[q, i, i]``, then block ``q`` of the one meets block ``q`` of the other: the
+parameter is ``[o, q * i]`` and its curvature that of ``q`` matrices side by side, ``G_q (x) A_q`` each.
 """
 
 from __future__ import annotations
@@ -10,15 +15,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from laplace import KronLaplace
 from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["DifferentiableKron", "DifferentiableKronDecomposed"]
+__all__ = ["DifferentiableKron", "DifferentiableKronDecomposed", "load_state_dict"]
 
 
 class DifferentiableKron(Kron):
-    """Kronecker factors, one list per parameter: ``[G, A]``, ``[H]`` for a dense block, or a vector for a diagonal one."""
+    """Kronecker factors, one list per parameter: ``[G, A]``, ``[H]`` for a dense block, or a vector for a diagonal one.
+
+    Factors may be the blocks of block-diagonal matrices.
+    """
 
     def __add__(self, other: Kron) -> DifferentiableKron:
         if not isinstance(other, Kron):
@@ -44,6 +53,31 @@ class DifferentiableKron(Kron):
         values = [[value for value, _ in pairs] for pairs in decompositions]
         vectors = [[vector for _, vector in pairs] for pairs in decompositions]
         return DifferentiableKronDecomposed(vectors, values, [list(factors) for factors in self.kfacs])
+
+    def _bmm(self, W: Tensor) -> Tensor:
+        rows = W.flatten(0, 1)
+        parts = rows.split([_outer(diagonals).numel() for diagonals in self._diagonals()], dim=1)
+        products = [
+            _rotate(part.unflatten(1, _outer(diagonals).shape), factors).flatten(1)
+            for part, diagonals, factors in zip(parts, self._diagonals(), self.kfacs, strict=True)
+        ]
+        return torch.cat(products, dim=1).view_as(W)
+
+    def _diagonals(self) -> list[list[Tensor]]:
+        return [[f if f.ndim == 1 else f.diagonal(dim1=-2, dim2=-1) for f in factors] for factors in self.kfacs]
+
+    def diag(self) -> Tensor:
+        """Return the diagonal."""
+        return torch.cat([_outer(diagonals).flatten() for diagonals in self._diagonals()])
+
+    def to_matrix(self) -> Tensor:
+        """Return the dense matrix; for tests and small models."""
+        diagonal = self.diag()
+        return self._bmm(torch.eye(len(diagonal)).to(diagonal).unsqueeze(0))[0]
+
+    def logdet(self) -> Tensor:
+        """Return the log determinant."""
+        return self.decompose().logdet()
 
 
 def _add(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
@@ -78,7 +112,7 @@ class _LogDet(torch.autograd.Function):
 
     With eigenvalues l, m and eigenvectors Q, R of G, A: ``L = sum_ij log(s l_i m_j + d)``,
     ``dL/dG = s Q diag(sum_j m_j / (s l_i m_j + d)) Q^T`` and likewise for A, ``dL/ds = sum_ij l_i m_j / (...)``,
-    ``dL/dd = sum_ij 1 / (...)``: finite for repeated and for zero eigenvalues.
+    ``dL/dd = sum_ij 1 / (...)``: finite for repeated and for zero eigenvalues. Of block-diagonal factors, block by block.
     """
 
     @staticmethod
@@ -101,16 +135,35 @@ class _LogDet(torch.autograd.Function):
             if not ctx.needs_input_grad[4 + i]:
                 gradients.append(None)
                 continue
-            if len(ctx.values) == 1:
-                diagonal = scale * inverse
-            else:
-                diagonal = scale * (inverse @ ctx.values[1] if i == 0 else inverse.mT @ ctx.values[0])
-            gradients.append(diagonal if vectors is None else (vectors * diagonal) @ vectors.mT)
+            diagonal = scale * (inverse if len(ctx.values) == 1 else _contract(inverse, ctx.values, i))
+            if vectors is not None:
+                diagonal = diagonal.unsqueeze(-2)
+                diagonal = (vectors * diagonal) @ vectors.mT
+            gradients.append(diagonal)
         return tuple(gradients)
 
 
+def _paired(values: Sequence[Tensor]) -> bool:
+    """Tell whether block q of the one factor meets block q of the other only."""
+    return len(values) == 2 and values[0].ndim == values[1].ndim == 2
+
+
 def _outer(values: Sequence[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.outer(values[0], values[1])
+    """Return the eigenvalues of the product: ``[o, q * i]``, laid out as the parameter is, or ``[d]`` for a single factor."""
+    if len(values) == 1:
+        return values[0].flatten()
+    if _paired(values):
+        return (values[0].mT.unsqueeze(-1) * values[1]).flatten(1)
+    return torch.outer(values[0].flatten(), values[1].flatten())
+
+
+def _contract(x: Tensor, values: Sequence[Tensor], i: int) -> Tensor:
+    """Return ``sum_j x_ij m_j`` for the first factor, ``sum_i x_ij l_i`` for the second, in the shape of its eigenvalues."""
+    if _paired(values):
+        x = x.unflatten(1, values[1].shape)  # [o, q, i]
+        return torch.einsum("oqi,qi->qo", x, values[1]) if i == 0 else torch.einsum("oqi,qo->qi", x, values[0])
+    summed = x @ values[1].flatten() if i == 0 else x.mT @ values[0].flatten()
+    return summed.view_as(values[i])
 
 
 class DifferentiableKronDecomposed(KronDecomposed):
@@ -120,8 +173,8 @@ class DifferentiableKronDecomposed(KronDecomposed):
     ``logdet`` is differentiable in it, in the deltas and in the factors.
 
     Args:
-        eigenvectors: per parameter and factor; None for a diagonal factor.
-        eigenvalues: per parameter and factor.
+        eigenvectors: per parameter and factor, ``[d, d]`` or of every block ``[q, d, d]``; None for a diagonal factor.
+        eigenvalues: per parameter and factor, ``[d]`` or ``[q, d]``.
         factors: what was decomposed, with its graph.
         deltas: one per parameter.
         scale: scalar.
@@ -196,7 +249,7 @@ class DifferentiableKronDecomposed(KronDecomposed):
         parts = rows.split([spectrum.numel() for spectrum in spectra], dim=1)
         products = []
         for part, spectrum, vectors in zip(parts, spectra, self.eigenvectors, strict=True):
-            rotated = _rotate(part.unflatten(1, spectrum.shape), vectors, inverse=True) * spectrum
+            rotated = _rotate(part.unflatten(1, spectrum.shape), _inverse(vectors)) * spectrum
             products.append(_rotate(rotated, vectors).flatten(1))
         return torch.cat(products, dim=1).reshape(batch, k, total)
 
@@ -214,10 +267,30 @@ class DifferentiableKronDecomposed(KronDecomposed):
         return self._bmm(torch.eye(total).to(self.deltas).unsqueeze(0), exponent)[0]
 
 
-def _rotate(x: Tensor, vectors: Sequence[Tensor | None], inverse: bool = False) -> Tensor:
-    """Multiply ``x`` ``[n, d]`` or ``[n, d_1, d_2]`` by the eigenvectors, or their inverse, along its last axes."""
+def _inverse(vectors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if v is None else v.mT for v in vectors]
+
+
+def _rotate(x: Tensor, vectors: Sequence[Tensor | None]) -> Tensor:
+    """Multiply ``x`` ``[n, d]`` or ``[n, d_1, d_2]`` by the matrices ``vectors`` along its last axes; None is the identity."""
+    if len(vectors) == 2 and all(v is not None and v.ndim == 3 for v in vectors):
+        outer, inner = vectors  # of block q, which has columns of its own
+        x = x.unflatten(-1, (len(inner), -1))
+        return torch.einsum("qpo,qji,noqi->npqj", outer, inner, x).flatten(-2)
     for axis, v in zip((-1,) if len(vectors) == 1 else (-2, -1), vectors, strict=True):
         if v is None:
             continue
-        x = (x.movedim(axis, -1) @ (v if inverse else v.mT)).movedim(-1, axis)
+        y = x.movedim(axis, -1)
+        if v.ndim == 3:
+            y = torch.einsum("qpo,...qo->...qp", v, y.unflatten(-1, v.shape[:2])).flatten(-2)
+        else:
+            y = y * v if v.ndim == 1 else y @ v.mT
+        x = y.movedim(-1, axis)
     return x
+
+
+def load_state_dict(la: KronLaplace, state: dict[str, Any]) -> None:
+    """Load what ``la.state_dict()`` returned, block-diagonal factors included, which laplace's own method does not know."""
+    la.load_state_dict(state)
+    la.H_facs = DifferentiableKron(la.H_facs.kfacs)
+    la.H = la.H_facs.decompose()

@@ -24,6 +24,7 @@ from laplace_invariance.curvature.checkpoint import checkpointed, pull_back_thro
 from laplace_invariance.curvature.chunked import ChunkedTrace
 from laplace_invariance.curvature.kron import DifferentiableKron
 from laplace_invariance.curvature.matching import Match, match
+from laplace_invariance.curvature.rules import Block
 from laplace_invariance.curvature.shortcuts import shortcuts
 from laplace_invariance.draws import fixed_draws, recording, replaying, taped
 from laplace_invariance.hyper import differentiable, hyperparameters, is_differentiable
@@ -42,7 +43,7 @@ Curvature = Callable[[AnyTrace, Tensor], list[Tensor]]
 class _AugmentedCurvature(CurvatureInterface):
     """What AugmentedGGN and AugmentedEF have in common: everything but the directions that are backpropagated."""
 
-    def _configure(self, kfac_approx: str, chunk_size: int | None, on_unsupported: str) -> None:
+    def _configure(self, kfac_approx: str, per_slot: bool, chunk_size: int | None, on_unsupported: str) -> None:
         if kfac_approx not in ("expand", "reduce"):
             raise ValueError(f"kfac_approx must be 'expand' or 'reduce', got {kfac_approx!r}")
         if on_unsupported not in ("error", "diag"):
@@ -50,6 +51,7 @@ class _AugmentedCurvature(CurvatureInterface):
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be a positive number of rows, or None; got {chunk_size}")
         self.kfac_approx = kfac_approx
+        self.per_slot = per_slot
         self.chunk_size = chunk_size
         self.on_unsupported = on_unsupported
         self._match: Match | None = None
@@ -151,14 +153,13 @@ class _AugmentedCurvature(CurvatureInterface):
     ) -> list[Tensor]:
         parameter, block = self.params[index], self._match.blocks.get(index)
         if gradients is None:  # its layer was not called
-            matrix = block is not None and not block.elementwise
-            sizes = (len(parameter), parameter[0].numel()) if matrix else (parameter.numel(),)
-            return [parameter.new_zeros(size, size) for size in sizes]
+            return _zeros(parameter, block, self.per_slot)
         if block is None:
             return [kfac.weighted_diagonal(gradients, weights)]
         if block.elementwise:
             return [kfac.gram(gradients, weights)]
-        outer, inner = kfac.factors(inputs, gradients, weights, N, self.kfac_approx)
+        kinds = {"slotted_columns": block.slotted_columns, "per_slot": self.per_slot}
+        outer, inner = kfac.factors(inputs, gradients, weights, N, self.kfac_approx, **kinds)
         return [inner, outer] if block.transposed else [outer, inner]
 
     def _jacobian(self, trace: AnyTrace, columns: Sequence[Tensor]) -> Tensor:
@@ -289,6 +290,19 @@ class _AugmentedCurvature(CurvatureInterface):
         return self._match
 
 
+def _zeros(parameter: Tensor, block: Block | None, per_slot: bool) -> list[Tensor]:
+    """Return Kronecker factors of no curvature at all, in the shape that others would have."""
+    if block is None:
+        return [parameter.new_zeros(parameter.numel())]
+    if block.elementwise:
+        return [parameter.new_zeros(parameter.numel(), parameter.numel())]
+    rows, columns, slots = len(parameter), parameter[0].numel(), block.slots
+    if block.slotted_columns:
+        outer = (slots, rows, rows) if per_slot else (rows, rows)
+        return [parameter.new_zeros(outer), parameter.new_zeros(slots, columns // slots, columns // slots)]
+    return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns, columns)]
+
+
 def _part(x: Any, start: int, stop: int) -> Any:
     """Return inputs ``start`` to ``stop`` of a tensor or of a mapping with tensors in it."""
     if isinstance(x, MutableMapping):
@@ -309,6 +323,8 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
             confuses few classes, so two or three often carry nearly all of it; ``discarded`` tells. The gradient holds
             the eigenvectors fixed, which is exact at full rank.
         kfac_approx: ``"expand"`` or ``"reduce"``, for weights that are shared over positions.
+        per_slot: for layers whose matrix has a part for each slot (factored and sparse fully connected ones), a gradient factor
+            for each slot as well, instead of their mean: closer to the curvature, at no further backward pass.
         chunk_size: rows (inputs times samples) to propagate at once; fewer need less memory and, below the number of
             samples of one input, further forward passes.
         on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a rule in ``kron``.
@@ -327,13 +343,14 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         *,
         output_rank: int | None = None,
         kfac_approx: str = "expand",
+        per_slot: bool = False,
         chunk_size: int | None = None,
         on_unsupported: str = "error",
     ) -> None:
         super().__init__(
             model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
         )
-        self._configure(kfac_approx, chunk_size, on_unsupported)
+        self._configure(kfac_approx, per_slot, chunk_size, on_unsupported)
         if output_rank is not None and output_rank < 1:
             raise ValueError(f"output_rank must be positive or None, got {output_rank}")
         if output_rank is not None and likelihood == Likelihood.REGRESSION:
@@ -390,11 +407,12 @@ class AugmentedEF(_AugmentedCurvature, EFInterface):
         dict_key_y: str = "labels",
         *,
         kfac_approx: str = "expand",
+        per_slot: bool = False,
         chunk_size: int | None = None,
         on_unsupported: str = "error",
     ) -> None:
         super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self._configure(kfac_approx, chunk_size, on_unsupported)
+        self._configure(kfac_approx, per_slot, chunk_size, on_unsupported)
 
     def _n_columns(self, n_outputs: int) -> int:
         return 1

@@ -34,6 +34,7 @@ class Block:
         linear: ``a`` is linear in the input, so that samples may be averaged before it instead of after.
         slots: the positions come with a further axis, ``[rows, shared, slots, d]``, and slot ``q`` meets only the ``q``-th
             part of the parameter's rows (groups of a convolution).
+        slotted_columns: of its columns instead; the axis is there even for one slot.
         transposed: the parameter is stored as ``[d_in, d_out]``.
     """
 
@@ -43,7 +44,17 @@ class Block:
     elementwise: bool = False
     linear: bool = True
     slots: int = 1
+    slotted_columns: bool = False
     transposed: bool = False
+
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """How the parameter is laid out, as ``kfac.jacobian`` wants to know it."""
+        return {
+            "elementwise": self.elementwise,
+            "slotted_columns": self.slotted_columns,
+            "transposed": self.transposed,
+        }
 
 
 Rule = Callable[[nn.Module], Iterable[Block]]
@@ -244,7 +255,10 @@ def coverage(model: nn.Module) -> list[Coverage]:
         if not parameter.requires_grad:
             continue
         reason = None
-        kinds = {(type(module), name, getattr(module, "groups", 1)) for _, module, name in owners[id(parameter)]}
+        kinds = {
+            (type(module), name, getattr(module, "groups", 1), getattr(module, "slots", 1))
+            for _, module, name in owners[id(parameter)]
+        }
         if len(kinds) > 1:
             where = " and ".join(
                 f"{path or 'model'}.{name} ({type(m).__name__})" for path, m, name in owners[id(parameter)]
