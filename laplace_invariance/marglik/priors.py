@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +12,65 @@ from laplace.utils import expand_prior_precision, fix_prior_prec_structure
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-__all__ = ["Priors"]
+from laplace_invariance.layers.residual import ResidualPathway
+
+__all__ = ["Priors", "grouping"]
+
+OF_LAPLACE = ("scalar", "layerwise", "diag")
+
+
+def grouping(model: nn.Module, structure: str | Sequence[str]) -> dict[str, str]:
+    """Return the name of every trainable tensor's group, by name of the tensor; a group shares one prior precision.
+
+    Args:
+        model: whose parameters are grouped.
+        structure: ``"path"``, or regular expressions that match whole names; see
+            :func:`~laplace_invariance.marglik_training`.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if isinstance(structure, str):
+        if structure != "path":
+            raise ValueError(
+                f"prior_structure must be one of {', '.join(map(repr, (*OF_LAPLACE, 'path')))} or a list of regular "
+                f"expressions, got {structure!r}; a pattern goes into a list: [{structure!r}]"
+            )
+        return _by_path(model, names)
+    if not isinstance(structure, Sequence) or not all(isinstance(pattern, str) for pattern in structure):
+        raise TypeError(f"prior_structure must be a name or a list of regular expressions, got {structure!r}")
+    return _by_pattern(structure, names)
+
+
+def _by_path(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Group by the innermost path of a ``ResidualPathway``; tensors outside of paths are groups of one."""
+    paths = [
+        f"{name}.{child}".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, ResidualPathway)
+        for child in module.paths
+    ]
+    return {name: max((path for path in paths if name.startswith(f"{path}.")), key=len, default=name) for name in names}
+
+
+def _by_pattern(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Group by the first pattern that matches and what it captures; tensors that none matches are groups of one."""
+    found = {name: name for name in names}
+    left = list(names)
+    for pattern in patterns:
+        try:
+            expression = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"prior_structure has {pattern!r}, which is no regular expression: {error}") from error
+        matches = {name: match for name in left if (match := expression.fullmatch(name))}
+        if not matches:
+            taken = any(expression.fullmatch(name) for name in names)
+            what = "only what patterns before it match; put it before them" if taken else "no whole name of a parameter"
+            raise ValueError(
+                f"prior_structure has {pattern!r}, which matches {what}; the parameters are {', '.join(names)}"
+            )
+        for name, match in matches.items():
+            found[name] = f"{pattern} ({', '.join(map(str, match.groups()))})" if match.groups() else pattern
+        left = [name for name in left if name not in matches]
+    return found
 
 
 class Priors:
@@ -18,18 +78,24 @@ class Priors:
 
     Args:
         model: whose parameters have the prior.
-        structure: ``"scalar"``, ``"layerwise"`` (one per tensor) or ``"diag"``, as in laplace.
+        structure: ``"scalar"``, ``"layerwise"`` (one per tensor) or ``"diag"``, as in laplace; or what
+            :func:`grouping` takes.
         precision: initial prior precision.
         noise: initial standard deviation of the observation noise; None where the likelihood has none.
         learn_noise: whether it is learnt.
         temperature: of the likelihood, as in laplace.
         lr: step size of Adam.
+
+    Attributes:
+        log_precision: one per group.
+        groups: names of the groups; empty for ``"diag"``.
+        grouping: name of every tensor's group, by name of the tensor; None for structures of laplace.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        structure: str,
+        structure: str | Sequence[str],
         precision: float,
         noise: float | None,
         learn_noise: bool,
@@ -42,7 +108,18 @@ class Priors:
         first = self._parameters[0]
         sizes = len(self._parameters), sum(p.numel() for p in self._parameters)
         start = math.log(temperature * precision)
-        self.log_precision = fix_prior_prec_structure(start, structure, *sizes, first.device, first.dtype)
+        structure = getattr(structure, "value", structure)  # laplace has an enumeration, too
+        if structure in OF_LAPLACE:
+            names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            self.groups = {"scalar": ["all"], "layerwise": names, "diag": []}[structure]
+            self.grouping, self._index = None, None
+            self.log_precision = fix_prior_prec_structure(start, structure, *sizes, first.device, first.dtype)
+        else:
+            self.grouping = grouping(model, structure)
+            self.groups = list(dict.fromkeys(self.grouping.values()))
+            places = {group: place for place, group in enumerate(self.groups)}
+            self._index = torch.tensor([places[group] for group in self.grouping.values()], device=first.device)
+            self.log_precision = torch.full((len(self.groups),), start, device=first.device, dtype=first.dtype)
         self.log_precision.requires_grad_()
         self.log_noise = (
             None if noise is None else torch.full((1,), math.log(noise)).to(first).requires_grad_(learn_noise)
@@ -52,8 +129,13 @@ class Priors:
 
     @property
     def precision(self) -> Tensor:
-        """The prior precisions, differentiable."""
-        return self.log_precision.exp()
+        """The prior precisions as laplace takes them, one, or one per tensor or parameter; differentiable."""
+        values = self.log_precision.exp()
+        return values if self._index is None else values[self._index]
+
+    def named(self) -> dict[str, float]:
+        """Return the prior precisions by name of their group; nothing if every parameter has its own."""
+        return dict(zip(self.groups, self.log_precision.detach().exp().tolist(), strict=True)) if self.groups else {}
 
     @property
     def noise(self) -> Tensor | None:

@@ -25,6 +25,7 @@ __all__ = ["Record", "Run", "Schedule", "Steps"]
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+MAX_NAMED = 200  # prior precisions that a record has by name
 TERMS = ("log_likelihood", "log_det_ratio", "scatter")
 
 
@@ -303,6 +304,7 @@ class Run:
             **self._hyperparameters(),
             **estimate,
             "prior_precision": _summary(self.priors.precision),
+            "prior_precisions": self.priors.named() if len(self.priors.groups) <= MAX_NAMED else None,
             "sigma_noise": None if noise is None else noise.item(),
             "valid": None if valid is None else {name: _finite(value) for name, value in valid.items()},
             "skipped": dict(self.steps.skipped),
@@ -321,6 +323,7 @@ class Run:
             "hessian_structure": self.curvature.hessian_structure,
             "backend": self.curvature.backend.__name__,
             "number of prior precisions": self.priors.log_precision.numel(),
+            "groups of prior precisions": self.priors.grouping,
             "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
             "objective": f"{type(self.objective).__name__}({vars(self.objective)})",

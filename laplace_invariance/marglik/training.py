@@ -41,11 +41,13 @@ class Result:
         margliks: negative log marginal likelihoods, one per step on prior precisions, or per estimate if there are none.
         losses: mean training loss of every epoch, with the prior's term.
         history: one record per epoch: ``epoch``, ``loss``; where the evidence was estimated (else None) it and its terms,
-            ``log_likelihood - 0.5 * (log_det_ratio + scatter)``; ``prior_precision``, ``sigma_noise``, ``hyperparameters`` and
-            ``ranges`` (magnitudes) that it is the evidence of; ``valid``, ``skipped`` (steps that were not finite, so far),
-            ``seconds``.
+            ``log_likelihood - 0.5 * (log_det_ratio + scatter)``; ``prior_precision``, ``prior_precisions`` (None if more
+            than 200), ``sigma_noise``, ``hyperparameters`` and ``ranges`` (magnitudes) that it is the evidence of;
+            ``valid``, ``skipped`` (steps that were not finite, so far), ``seconds``.
         hyperparameters: those of the best evidence, by name.
-        prior_precision: that of the best evidence.
+        prior_precision: that of the best evidence, as laplace takes it: one, or one per tensor or parameter.
+        prior_precisions: the same by name of what shares it: ``"all"``, a tensor, a path, or ``"pattern (what it captured)"``;
+            empty for ``"diag"``.
         sigma_noise: that of the best evidence; None for classification.
         best_epoch: its epoch, the last one if no evidence was estimated.
         skipped: number of steps that were skipped because something was not finite, by kind.
@@ -58,6 +60,7 @@ class Result:
     history: list[Record]
     hyperparameters: dict[str, Tensor]
     prior_precision: Tensor
+    prior_precisions: dict[str, float]
     sigma_noise: Tensor | None
     best_epoch: int
     skipped: dict[str, int]
@@ -123,7 +126,7 @@ def marglik_training(
     scheduler_kwargs: dict[str, Any] | None = None,
     n_epochs: int = 300,
     lr_hyp: float = 1e-1,
-    prior_structure: str = "layerwise",
+    prior_structure: str | Sequence[str] = "layerwise",
     n_epochs_burnin: int = 0,
     n_hypersteps: int = 10,
     marglik_frequency: int = 1,
@@ -165,8 +168,15 @@ def marglik_training(
         model: network with outputs ``[batch, outputs]``, such as an ``InvariantModel``.
         train_loader: has ``.dataset`` with a length.
         likelihood, hessian_structure, backend, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs, n_epochs,
-            lr_hyp, prior_structure, n_epochs_burnin, n_hypersteps, marglik_frequency, prior_prec_init, sigma_noise_init,
-            temperature, fix_sigma_noise, progress_bar, enable_backprop, dict_key_x, dict_key_y: as in laplace.
+            lr_hyp, n_epochs_burnin, n_hypersteps, marglik_frequency, prior_prec_init, sigma_noise_init, temperature,
+            fix_sigma_noise, progress_bar, enable_backprop, dict_key_x, dict_key_y: as in laplace.
+        prior_structure: what shares a prior precision. As in laplace, ``"scalar"`` is one for all, ``"layerwise"`` one per
+            tensor, ``"diag"`` one per parameter. ``"path"`` is one per path of every
+            :class:`~laplace_invariance.layers.ResidualPathway` (of the innermost, if they are nested) and one per tensor
+            elsewhere. A list of regular expressions is one for all tensors whose whole name, as in
+            ``model.named_parameters()``, the same pattern matches, the first that does, with the same captured texts; tensors
+            that none matches have their own. ``[r".*bias"]`` is one for all biases, ``[r"(.*)\\.f_fc\\..*"]`` one for every
+            module ``f_fc``.
         backend_kwargs: options of the backend, such as ``{"output_rank": 3}``.
         objective: what hyperparameters are learnt by; None is :class:`~laplace_invariance.marglik.Evidence`.
         lr_aug: step size of hyperparameters in the first epoch. Large, so that ranges open before the weights have settled for
@@ -370,6 +380,7 @@ def _finish(run: Run, enable_backprop: bool) -> Result:
         history=run.history,
         hyperparameters={name: tensor.detach().clone() for name, tensor in run.named.items()},
         prior_precision=run.priors.precision.detach(),
+        prior_precisions=run.priors.named(),
         sigma_noise=None if noise is None else noise.detach(),
         best_epoch=run.best["epoch"],
         skipped=dict(run.steps.skipped),
