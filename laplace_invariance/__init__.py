@@ -6,7 +6,7 @@ with warnings.catch_warnings():  # of torch.jit, about itself, whenever laplace-
     warnings.simplefilter("ignore", FutureWarning)
     import laplace  # noqa: F401
 
-from laplace_invariance import curvature, layers, marglik
+from laplace_invariance import curvature, layers, marglik, metrics
 from laplace_invariance.augmentations import (
     AffineImage,
     AffinePoints,
@@ -38,5 +38,6 @@ __all__ = [
     "learning",
     "marglik",
     "marglik_training",
+    "metrics",
     "named_hyperparameters",
 ]

@@ -103,3 +103,26 @@ def test_slots_are_positions_with_their_own_outputs():
     expected = kfac.factors(a.flatten(1, 2), padded.flatten(2, 3), None, 11, "expand")
     for actual, wanted in zip(kfac.factors(a, g, None, 11, "expand"), expected, strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+def test_eigenvalues_that_single_precision_gets_wrong_are_computed_in_double(monkeypatch):
+    root = torch.randn(3, 5, 4)
+    matrices = (root @ root.mT).float()
+    expected = torch.linalg.eigvalsh(matrices.double())
+    plain = torch.linalg.eigh
+
+    def broken(x):  # as LAPACK does now and then for matrices of low rank: NaN without a word
+        values, vectors = plain(x)
+        return (values.index_fill(-1, torch.tensor(2), float("nan")) if x.dtype == torch.float32 else values), vectors
+
+    def failing(x):
+        if x.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")
+        return plain(x)
+
+    for eigh in (broken, failing):
+        monkeypatch.setattr(torch.linalg, "eigh", eigh)
+        values, vectors = kfac.eigh(matrices)
+        assert values.dtype == vectors.dtype == torch.float32
+        torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(vectors @ values.diag_embed() @ vectors.mT, matrices, rtol=1e-4, atol=1e-4)

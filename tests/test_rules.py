@@ -1,6 +1,8 @@
 """Every registered rule equals the autograd Jacobian, and registering behaves."""
 
 import pytest
+import test_group
+import test_sparse
 import torch
 from torch import nn
 
@@ -72,7 +74,8 @@ def test_rule_equals_autograd(build, shape):
 
 
 def test_every_registered_type_is_tested():
-    assert {type(build()) for build, _ in CASES} == set(rules())
+    cases = CASES + test_group.CASES + test_sparse.CASES
+    assert {type(build()) for build, _ in cases} == set(rules())
 
 
 def test_rules_are_looked_up_by_exact_type():

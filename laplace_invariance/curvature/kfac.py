@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 __all__ = [
     "complement_basis",
+    "eigh",
     "factors",
     "fold_gradients",
     "fold_inputs",
@@ -211,9 +212,25 @@ def softmax_hessian(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of finite symmetric matrices, in double precision where single fails.
+
+    For some matrices of low rank LAPACK does not converge in single precision, or returns NaN without saying so.
+    """
+    low = matrices.dtype in (torch.float16, torch.bfloat16)  # for which there is no eigh
+    try:
+        values, vectors = torch.linalg.eigh(matrices.float() if low else matrices)
+    except torch.linalg.LinAlgError:
+        values = None
+    if values is None or not (torch.isfinite(values).all() and torch.isfinite(vectors).all()):
+        values, vectors = torch.linalg.eigh(matrices.double())
+    return values.to(matrices.dtype), vectors.to(matrices.dtype)
+
+
+@torch.no_grad()
 def leading_directions(hessian: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the leading eigenvectors ``[batch, C, rank]`` of each Hessian, and the traces kept and total, summed."""
-    values, vectors = torch.linalg.eigh(hessian)
+    values, vectors = eigh(hessian)
     return vectors[..., -rank:], values[..., -rank:].sum(), values.sum()
 
 

@@ -20,6 +20,8 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from laplace_invariance.curvature import kfac
+
 __all__ = ["DifferentiableKron", "DifferentiableKronDecomposed", "load_state_dict"]
 
 
@@ -99,12 +101,8 @@ def _eigh(factor: Tensor) -> tuple[Tensor, Tensor | None]:
         raise torch.linalg.LinAlgError("a curvature factor is not finite; check the loss and the inputs of the network")
     if factor.ndim == 1:
         return factor.detach().clamp(min=0), None
-    low = factor.dtype in (torch.float16, torch.bfloat16)  # for which there is no eigh
-    try:
-        values, vectors = torch.linalg.eigh(factor.detach().float() if low else factor.detach())
-    except torch.linalg.LinAlgError:  # rare, and known to go away in double precision
-        values, vectors = torch.linalg.eigh(factor.detach().double())
-    return values.clamp(min=0).to(factor.dtype), vectors.to(factor.dtype)
+    values, vectors = kfac.eigh(factor.detach())
+    return values.clamp(min=0), vectors
 
 
 class _LogDet(torch.autograd.Function):
@@ -237,10 +235,14 @@ class DifferentiableKronDecomposed(KronDecomposed):
         )
         return sum(_LogDet.apply(self.scale, delta, values, vectors, *fs) for delta, values, vectors, fs in blocks)
 
+    def curvature_spectra(self) -> list[Tensor]:
+        """Return, per parameter, the eigenvalues without deltas, as a matrix if there are two factors."""
+        return [_outer(values) * self.scale for values in self.unscaled_eigenvalues]
+
     def spectra(self, exponent: float = 1) -> list[Tensor]:
         """Return, per parameter, all eigenvalues to the power ``exponent``, as a matrix if there are two factors."""
-        values = zip(self.unscaled_eigenvalues, self.deltas.expand(len(self)), strict=True)
-        return [torch.pow(_outer(v) * self.scale + delta, exponent) for v, delta in values]
+        deltas = self.deltas.expand(len(self))
+        return [torch.pow(v + delta, exponent) for v, delta in zip(self.curvature_spectra(), deltas, strict=True)]
 
     def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         batch, k, total = W.shape

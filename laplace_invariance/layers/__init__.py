@@ -1,20 +1,36 @@
 """Layers and networks, with what curvature must know of them."""
 
+from laplace_invariance.layers.basis import Basis
+from laplace_invariance.layers.convert import convert
 from laplace_invariance.layers.factored import FactoredLinear2d, Linear2d, SlotLinear
 from laplace_invariance.layers.fixup import FixupResNet, ScalarBias, ScalarScale
-from laplace_invariance.layers.networks import Standardise, cnn, mlp
+from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
+from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp
+from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
 from laplace_invariance.layers.residual import OnGroup, ResidualPathway
+from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
+from laplace_invariance.layers.symmetry import Group
 
 __all__ = [
+    "Basis",
     "FactoredLinear2d",
     "FixupResNet",
+    "Group",
+    "GroupConv2d",
+    "GroupPool",
+    "LiftingConv2d",
     "Linear2d",
     "OnGroup",
+    "PolyphasePool2d",
     "ResidualPathway",
     "ScalarBias",
     "ScalarScale",
     "SlotLinear",
+    "SparseConv2d",
+    "SparseLinear2d",
     "Standardise",
     "cnn",
+    "convert",
+    "equivariant_cnn",
     "mlp",
 ]

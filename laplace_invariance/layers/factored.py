@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature.rules import Block, register_rule
 
-__all__ = ["FactoredLinear2d", "Linear2d", "SlotLinear"]
+__all__ = ["FactoredLinear2d", "Linear2d", "Map2d", "SlotLinear"]
 
 
 class SlotLinear(nn.Module):
@@ -63,7 +63,7 @@ def slot_linear(module: SlotLinear) -> Iterable[Block]:
         yield Block("bias", None, lambda g: g, elementwise=True)
 
 
-class _Map2d(nn.Module):
+class Map2d(nn.Module):
     """What layers between feature maps of known size have in common.
 
     Args:
@@ -101,7 +101,7 @@ def _pair(name: str, shape: int | Sequence[int]) -> tuple[int, int]:
     return pair
 
 
-class Linear2d(_Map2d):
+class Linear2d(Map2d):
     """Dense layer between feature maps (FC): a weight for every pair of channels and positions.
 
     Args:
@@ -132,7 +132,7 @@ class Linear2d(_Map2d):
         return self.linear(x.flatten(1)).unflatten(1, (self.out_channels, *self.out_shape))
 
 
-class FactoredLinear2d(_Map2d):
+class FactoredLinear2d(Map2d):
     """Fully connected layer between feature maps, factored over positions (F-FC).
 
     ``y(c', x') = sum_c theta_1(c', c, x') sum_x theta_2(c', c, x) X(c, x)``, with ``theta_2.weight`` stored as
