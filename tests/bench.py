@@ -155,10 +155,10 @@ def evidence_memory(n: int) -> float:
     return peak()
 
 
-def fresh(call: str) -> object:
-    """Evaluate an expression of this module in a fresh process with the allocator set, and return its value."""
+def fresh(call: str, module: str = "bench") -> object:
+    """Evaluate an expression of this or another module in a fresh process with the allocator set, and return its value."""
     code = f"import sys, json, warnings; warnings.simplefilter('ignore'); sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    code += f"import bench; print('RESULT ' + json.dumps(bench.{call}))"
+    code += f"import {module}; print('RESULT ' + json.dumps({module}.{call}))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False
     )
@@ -231,10 +231,17 @@ def main() -> None:
     )
     print(tables)
     if arguments.write:
-        page = ROOT / "benchmarks.md"
-        before, _, rest = page.read_text().partition("<!-- tables -->\n")
-        _, _, after = rest.partition("<!-- end of tables -->")
-        page.write_text(f"{before}<!-- tables -->\n{tables}\n<!-- end of tables -->{after}")
+        write("tables", tables)
+
+
+def write(name: str, text: str) -> None:
+    """Put the text between the marks of that name in benchmarks.md."""
+    page = ROOT / "benchmarks.md"
+    before, start, rest = page.read_text().partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not (start and end):
+        raise ValueError(f"benchmarks.md has no marks <!-- {name} --> and <!-- end of {name} -->")
+    page.write_text(f"{before}{start}{text}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -218,3 +218,17 @@ def test_errors_say_what_was_found(group, shape, module, match):
 def test_settings_must_be_positive():
     with pytest.raises(ValueError, match="must be positive, got 0 and 256"):
         equivariance_error(nn.Identity(), "shifts", torch.randn(2, 3, 4, 4), max_elements=0)
+
+
+def test_inputs_are_drawn_if_there_are_none():
+    circular = {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}
+    assert equivariance_error(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 2, **circular)), "shifts") < 1e-10
+    assert equivariance_error(GroupConv2d(3, 2, **circular), "p4") < 1e-10
+    assert equivariance_error(FactoredLinear2d(3, 2, (4, 5)), "shifts") > 1e-2
+    first, second = (
+        equivariance_error(FactoredLinear2d(3, 2, 4), "p4", generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 1)
+    )
+    assert first != second
+    with pytest.raises(ValueError, match="no layer in ReLU says how many channels"):
+        equivariance_error(nn.ReLU(), "shifts")

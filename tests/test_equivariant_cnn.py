@@ -53,8 +53,8 @@ def test_every_kind_maps_images_to_outputs_and_has_curvature(kind):
 
 @pytest.mark.parametrize("kind", ["conv", "s_conv", "gconv"])
 def test_equivariant_networks_are_invariant(kind):
-    net, x = equivariant_cnn(kind, 2, 3, width=2), torch.randn(3, 2, 32, 32)
-    assert equivariance_error(net, "shifts", x, max_elements=100) < 1e-10
+    net, x = equivariant_cnn(kind, 2, 3, width=1), torch.randn(3, 2, 32, 32)
+    assert equivariance_error(net, "shifts", x[:1]) < 1e-10
     together = net(x)
     torch.testing.assert_close(torch.cat([net(image.unsqueeze(0)) for image in x]), together, rtol=1e-10, atol=1e-12)
     turned = equivariance_error(net, "p4", x)

@@ -62,7 +62,7 @@ ARROWS = {
         "layers.basis", "layers.convert", "layers.factored", "layers.fixup", "layers.group", "layers.networks",
         "layers.pooling", "layers.residual", "layers.sparse", "layers.symmetry",
     },
-    "metrics.equivariance": {"layers.symmetry"},
+    "metrics.equivariance": {"layers.group", "layers.symmetry"},
     "metrics.layers": {"curvature", "layers"},
     "metrics": {"metrics.equivariance", "metrics.layers"},
     "marglik.objectives": {"augmentations.box", "hyper"},

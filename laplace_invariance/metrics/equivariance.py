@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from laplace_invariance.layers.group import GroupConv2d
 from laplace_invariance.layers.symmetry import NAMED, Group
 
 __all__ = ["equivariance_error"]
@@ -22,7 +23,7 @@ SHIFTS = "shifts"
 def equivariance_error(
     module: nn.Module,
     group: str | Group | Sequence[str | Group],
-    x: Tensor,
+    x: Tensor | None = None,
     *,
     max_elements: int = 1024,
     batch_size: int = 256,
@@ -41,11 +42,13 @@ def equivariance_error(
         module: maps ``x`` to ``[n, outputs]``, ``[n, channels, height, width]`` or ``[n, channels, order, height, width]``.
         group: ``"shifts"`` (circular), the name of a group (``"p4"``, ...), a :class:`Group`, or several of these, each of
             which is tested.
-        x: images ``[n, channels, height, width]`` or features ``[n, channels, order, height, width]``.
+        x: images ``[n, channels, height, width]`` or features ``[n, channels, order, height, width]``; None draws two from
+            a normal distribution, as the first layer of the module takes them, 32 x 32 if it takes any size.
         max_elements: of shifts, a random choice of so many if there are more; the default has all of 32 x 32.
         batch_size: images to evaluate at a time.
-        generator: of the random choice.
+        generator: of random choices; None is torch's default generator.
     """
+    x = _random_inputs(module, generator) if x is None else x
     if x.ndim not in (4, 5) or not x.numel():
         raise ValueError(
             f"equivariance_error needs images [n, channels, height, width] or features on a group [n, channels, order, height, "
@@ -74,6 +77,17 @@ def equivariance_error(
             )
         ]
     return float(torch.cat(errors).max())
+
+
+def _random_inputs(module: nn.Module, generator: torch.Generator | None) -> Tensor:
+    first = next((part for part in module.modules() if hasattr(part, "in_channels")), None)
+    if first is None:
+        raise ValueError(f"no layer in {type(module).__name__} says how many channels it takes; give inputs x")
+    group = [first.group.order] if isinstance(first, GroupConv2d) else []
+    shape = (2, first.in_channels, *group, *getattr(first, "in_shape", (32, 32)))
+    parameter = next(module.parameters(), torch.empty(0))
+    device = parameter.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=parameter.dtype).to(parameter.device)
 
 
 def _group(group: str | Group) -> Group:
