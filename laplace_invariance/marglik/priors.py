@@ -145,9 +145,14 @@ class Priors:
     def penalty(self, n_data: int) -> Tensor:
         """Return the negative log prior, scaled to be added to the mean loss of a datum."""
         scale = self._temperature if self.noise is None else self._temperature / (2 * self.noise.detach().square())
-        theta = parameters_to_vector(self._parameters)
-        delta = expand_prior_precision(self.precision.detach(), self._model)
-        return (0.5 * (delta * theta) @ theta / n_data / scale).squeeze()
+        precision = self.precision.detach()
+        if len(precision) in (1, len(self._parameters)):  # without copies of all weights
+            norms = torch.stack([p.flatten().dot(p.flatten()) for p in self._parameters])
+            weighted = (precision * norms).sum()
+        else:
+            theta = parameters_to_vector(self._parameters)
+            weighted = (expand_prior_precision(precision, self._model) * theta) @ theta
+        return (0.5 * weighted / n_data / scale).squeeze()
 
     def values(self) -> dict[str, Tensor]:
         """Return detached copies of the logarithms."""
