@@ -279,3 +279,35 @@ def test_resume_needs_the_same_groups(tmp_path):
 def test_structures_that_cannot_be_meant_are_explained(structure, error, match):
     with pytest.raises(error, match=match):
         li.marglik_training(network(), loader_of(images()), prior_structure=structure, **FEW)
+
+
+def test_precisions_start_where_patterns_say():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+    def started(structure, values):
+        return Priors(model, structure, values, None, False, 1.0, 0.1).precision.detach()
+
+    values = {r"1\..*": 9.0, r".*bias": 4.0}  # the first that matches counts
+    torch.testing.assert_close(started("layerwise", values), torch.tensor([1.0, 4.0, 9.0, 9.0]))
+    expected = torch.tensor([1.0] * 6 + [4.0] * 2 + [9.0] * 6)
+    torch.testing.assert_close(started("diag", values), expected)
+    torch.testing.assert_close(started([r"1\..*"], values), torch.tensor([1.0, 4.0, 9.0, 9.0]))
+    torch.testing.assert_close(started("scalar", {".*": 3.0}), torch.tensor([3.0]))
+    halved = Priors(model, "layerwise", values, None, False, 0.5, 0.1).precision
+    torch.testing.assert_close(halved.detach(), started("layerwise", values) / 2)
+
+
+@pytest.mark.parametrize(
+    ("structure", "values", "message"),
+    [
+        ("scalar", {"0.*": 3.0}, "shares its prior precision"),
+        ([".*bias"], {r"0\.bias": 3.0}, "0.bias shares its prior precision|1.bias shares its prior precision"),
+        ("layerwise", {"2.*": 3.0}, r"'2\.\*', which matches no whole name.*0\.weight"),
+        ("layerwise", {"0.*": 0.0}, "positive and finite, got 0.0"),
+        ("layerwise", {"(": 1.0}, "no regular expression"),
+    ],
+)
+def test_patterns_that_make_no_start_are_refused(structure, values, message):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=message):
+        Priors(model, structure, values, None, False, 1.0, 0.1)

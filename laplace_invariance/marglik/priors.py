@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,23 @@ def _by_pattern(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]
     return found
 
 
+def _by_name(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Return the value of the first pattern that matches each name, or 1."""
+    for pattern, value in values.items():
+        try:
+            found = any(re.fullmatch(pattern, name) for name in names)
+        except re.error as error:
+            raise ValueError(f"prior_prec_init has {pattern!r}, which is no regular expression: {error}") from error
+        if not found:
+            raise ValueError(
+                f"prior_prec_init has {pattern!r}, which matches no whole name of a parameter; the parameters are "
+                f"{', '.join(names)}"
+            )
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"prior_prec_init must be positive and finite, got {value} for {pattern!r}")
+    return {name: next((v for pattern, v in values.items() if re.fullmatch(pattern, name)), 1.0) for name in names}
+
+
 class Priors:
     """Log prior precisions of the trainable parameters and, for regression, the log noise, with their optimiser.
 
@@ -80,7 +97,8 @@ class Priors:
         model: whose parameters have the prior.
         structure: ``"scalar"``, ``"layerwise"`` (one per tensor) or ``"diag"``, as in laplace; or what
             :func:`grouping` takes.
-        precision: initial prior precision.
+        precision: initial prior precision; or one for each regular expression, which matches whole names of tensors, the first
+            that matches counts, and 1 for the rest.
         noise: initial standard deviation of the observation noise; None where the likelihood has none.
         learn_noise: whether it is learnt.
         temperature: of the likelihood, as in laplace.
@@ -96,7 +114,7 @@ class Priors:
         self,
         model: nn.Module,
         structure: str | Sequence[str],
-        precision: float,
+        precision: float | Mapping[str, float],
         noise: float | None,
         learn_noise: bool,
         temperature: float,
@@ -106,11 +124,11 @@ class Priors:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._temperature = temperature
         first = self._parameters[0]
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         sizes = len(self._parameters), sum(p.numel() for p in self._parameters)
-        start = math.log(temperature * precision)
+        start = math.log(temperature * (1.0 if isinstance(precision, Mapping) else precision))
         structure = getattr(structure, "value", structure)  # laplace has an enumeration, too
         if structure in OF_LAPLACE:
-            names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             self.groups = {"scalar": ["all"], "layerwise": names, "diag": []}[structure]
             self.grouping, self._index = None, None
             self.log_precision = fix_prior_prec_structure(start, structure, *sizes, first.device, first.dtype)
@@ -120,12 +138,33 @@ class Priors:
             places = {group: place for place, group in enumerate(self.groups)}
             self._index = torch.tensor([places[group] for group in self.grouping.values()], device=first.device)
             self.log_precision = torch.full((len(self.groups),), start, device=first.device, dtype=first.dtype)
+        if isinstance(precision, Mapping):
+            self._start_at(_by_name(precision, names))
         self.log_precision.requires_grad_()
         self.log_noise = (
             None if noise is None else torch.full((1,), math.log(noise)).to(first).requires_grad_(learn_noise)
         )
         self.learnt = [t for t in (self.log_precision, self.log_noise) if t is not None and t.requires_grad]
         self.optimizer = torch.optim.Adam(self.learnt, lr=lr)
+
+    def _start_at(self, precisions: dict[str, float]) -> None:
+        """Set the initial precision of every tensor; tensors that share one must agree."""
+        values = torch.tensor([math.log(self._temperature * value) for value in precisions.values()])
+        values = values.to(self.log_precision)
+        if self.groups:
+            count = len(self.log_precision)
+            index = torch.arange(len(values)) if count == len(values) else torch.zeros(len(values), dtype=torch.long)
+            index = index.to(values.device) if self._index is None else self._index
+            self.log_precision[index] = values
+            different = [name for name, kept, wanted in zip(precisions, self.log_precision[index], values, strict=True)
+                         if kept != wanted]  # fmt: skip
+            if different:
+                raise ValueError(
+                    f"{different[0]} shares its prior precision with tensors for which prior_prec_init has another value"
+                )
+        else:
+            sizes = [parameter.numel() for parameter in self._parameters]
+            self.log_precision.copy_(values.repeat_interleave(torch.tensor(sizes, device=values.device)))
 
     @property
     def precision(self) -> Tensor:

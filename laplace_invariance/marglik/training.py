@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def marglik_training(
     n_epochs_burnin: int = 0,
     n_hypersteps: int = 10,
     marglik_frequency: int = 1,
-    prior_prec_init: float = 1.0,
+    prior_prec_init: float | Mapping[str, float] = 1.0,
     sigma_noise_init: float = 1.0,
     temperature: float = 1.0,
     fix_sigma_noise: bool = False,
@@ -168,8 +168,10 @@ def marglik_training(
         model: network with outputs ``[batch, outputs]``, such as an ``InvariantModel``.
         train_loader: has ``.dataset`` with a length.
         likelihood, hessian_structure, backend, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs, n_epochs,
-            lr_hyp, n_epochs_burnin, n_hypersteps, marglik_frequency, prior_prec_init, sigma_noise_init, temperature,
-            fix_sigma_noise, progress_bar, enable_backprop, dict_key_x, dict_key_y: as in laplace.
+            lr_hyp, n_epochs_burnin, n_hypersteps, marglik_frequency, sigma_noise_init, temperature, fix_sigma_noise,
+            progress_bar, enable_backprop, dict_key_x, dict_key_y: as in laplace.
+        prior_prec_init: initial prior precision, of all, or by regular expression as in ``prior_structure`` and 1 for the rest:
+            ``{r".*\\.f_fc\\..*": 1e3}`` starts with free paths nearly switched off.
         prior_structure: what shares a prior precision. As in laplace, ``"scalar"`` is one for all, ``"layerwise"`` one per
             tensor, ``"diag"`` one per parameter. ``"path"`` is one per path of every
             :class:`~laplace_invariance.layers.ResidualPathway` (of the innermost, if they are nested) and one per tensor
@@ -205,7 +207,7 @@ def marglik_training(
         {
             "lr_hyp": lr_hyp,
             "lr_aug": lr_aug,
-            "prior_prec_init": prior_prec_init,
+            "prior_prec_init": None if isinstance(prior_prec_init, Mapping) else prior_prec_init,
             "sigma_noise_init": sigma_noise_init,
             "temperature": temperature,
         }
