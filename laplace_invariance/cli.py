@@ -10,13 +10,16 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from laplace_invariance import __version__, datasets
 from laplace_invariance.comparison import compare
 from laplace_invariance.experiments import METHODS, NETWORKS, Experiment, learn
+from laplace_invariance.layers.networks import PATHS
+from laplace_invariance.layerwise import METHODS as LAYER_METHODS
+from laplace_invariance.layerwise import TASKS, LayerExperiment, learn_layers
 
 __all__ = ["main"]
 
@@ -24,7 +27,8 @@ __all__ = ["main"]
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="laplace-invariance",
-        description="Learn data augmentations by gradient of the marginal likelihood, on the training data alone.",
+        description="Learn data augmentations and symmetries of layers by gradient of the marginal likelihood, on the training "
+        "data alone.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the library does")
@@ -44,6 +48,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _learn_arguments(comparer, many=True)
     comparer.set_defaults(run=_compare)
+    layers = commands.add_parser(
+        "layers",
+        help="learn layer by layer which symmetry a network should have",
+        description="Train a network whose layers are sums of paths, such as a convolution and a fully connected one, and learn "
+        "by evidence which of them each layer needs.",
+    )
+    _layer_arguments(layers)
+    layers.set_defaults(run=_layers)
 
     demo = commands.add_parser("demo", help="run a small demonstration and save its figure")
     demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
@@ -65,37 +77,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _learn_arguments(parser: argparse.ArgumentParser, many: bool) -> None:
-    """Add what ``learn`` and ``compare`` have in common; the latter takes several transformations, methods and seeds."""
+    """Add what ``learn`` and ``compare`` take; the latter takes several transformations, methods and seeds."""
     several = {"nargs": "+"} if many else {}
     default = Experiment()
-
-    def listed(value: str | int) -> object:
-        return [value] if many else value
-
-    parser.add_argument(
-        "--data",
-        default=default.data,
-        metavar="DATA",
-        help=f"{', '.join(datasets.SOURCES)}, or a FILE.npz with x_train, y_train, x_test, y_test (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--transform",
-        **several,
-        default=list(datasets.KINDS) if many else default.transform,
-        type=lambda name: name.replace("-", "_"),
-        choices=datasets.KINDS,
-        metavar="KIND",
-        help=f"how images are moved: {', '.join(k.replace('_', '-') for k in datasets.KINDS)} "
-        f"(default: {'all' if many else default.transform.replace('_', '-')})",
-    )
+    _data_arguments(parser, default, many)
     parser.add_argument(
         "--method",
         **several,
         default=list(METHODS) if many else default.method,
         choices=METHODS,
         metavar="METHOD",
-        help="; ".join(f"{name} ({words})" for name, words in METHODS.items())
-        + f" (default: {'all' if many else default.method})",
+        help=f"{_explained(METHODS)} (default: {'all' if many else default.method})",
     )
     parser.add_argument("--net", default=default.net, choices=NETWORKS, help="network (default: %(default)s)")
     parser.add_argument(
@@ -104,11 +96,6 @@ def _learn_arguments(parser: argparse.ArgumentParser, many: bool) -> None:
         default=default.n_samples,
         help="sampled transformations per image (default: %(default)s)",
     )
-    parser.add_argument(
-        "--epochs", type=int, default=default.n_epochs, help="epochs of training (default: %(default)s)"
-    )
-    parser.add_argument("--train", type=int, metavar="N", help="use so many training images (default: all)")
-    parser.add_argument("--test", type=int, metavar="N", help="use so many test images (default: all)")
     parser.add_argument("--correlated", action="store_true", help="learn correlations of the ranges, too")
     parser.add_argument(
         "--fixed",
@@ -130,11 +117,83 @@ def _learn_arguments(parser: argparse.ArgumentParser, many: bool) -> None:
         default=default.lr_augerino,
         help="Augerino's step size of ranges (default: %(default)s)",
     )
+    _run_arguments(parser, default, many)
+
+
+def _layer_arguments(parser: argparse.ArgumentParser) -> None:
+    default = LayerExperiment()
+    _data_arguments(parser, default, many=False)
+    parser.add_argument(
+        "--task",
+        default=default.task,
+        choices=TASKS,
+        metavar="TASK",
+        help=f"{_explained(TASKS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kind",
+        default=default.kind,
+        metavar="KIND",
+        help=f"paths of every layer, joined by +: {_explained(PATHS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--method",
+        default=default.method,
+        choices=LAYER_METHODS,
+        metavar="METHOD",
+        help=f"{_explained(LAYER_METHODS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--width", type=int, default=default.width, help="channels of the first layer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prior",
+        default=default.prior_structure,
+        choices=("layerwise", "path"),
+        help="one prior precision per tensor, or one per path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--per-slot", action="store_true", help="curvature of factored layers with a gradient factor for every slot"
+    )
+    _run_arguments(parser, default, many=False)
+
+
+def _explained(words: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} ({meaning})" for name, meaning in words.items())
+
+
+def _data_arguments(parser: argparse.ArgumentParser, default: Experiment | LayerExperiment, many: bool) -> None:
+    """Add from what images is learnt."""
+    parser.add_argument(
+        "--data",
+        default=default.data,
+        metavar="DATA",
+        help=f"{', '.join(datasets.SOURCES)}, or a FILE.npz with x_train, y_train, x_test, y_test (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transform",
+        **({"nargs": "+"} if many else {}),
+        default=list(datasets.KINDS) if many else default.transform,
+        type=lambda name: name.replace("-", "_"),
+        choices=datasets.KINDS,
+        metavar="KIND",
+        help=f"how images are moved: {', '.join(k.replace('_', '-') for k in datasets.KINDS)} "
+        f"(default: {'all' if many else default.transform.replace('_', '-')})",
+    )
+
+
+def _run_arguments(parser: argparse.ArgumentParser, default: Experiment | LayerExperiment, many: bool) -> None:
+    """Add how long, from how many images, and where everything is and goes."""
+    parser.add_argument(
+        "--epochs", type=int, default=default.n_epochs, help="epochs of training (default: %(default)s)"
+    )
+    parser.add_argument("--train", type=int, metavar="N", help="use so many training images (default: all)")
+    parser.add_argument("--test", type=int, metavar="N", help="use so many test images (default: all)")
     parser.add_argument(
         "--seed",
-        **several,
+        **({"nargs": "+"} if many else {}),
         type=int,
-        default=listed(default.seed),
+        default=[default.seed] if many else default.seed,
         help="of subset, transformations, weights, draws (default: 0)",
     )
     parser.add_argument(
@@ -183,7 +242,32 @@ def _experiment(arguments: argparse.Namespace, **changes: Any) -> Experiment:
 def _learn(arguments: argparse.Namespace) -> None:
     _need_matplotlib()
     outcome = learn(_experiment(arguments), arguments.out, arguments.resume, progress_bar=not arguments.quiet)
-    print(f"{outcome}\nfiles           {arguments.out}: {', '.join(sorted(p.name for p in arguments.out.iterdir()))}")
+    print(f"{outcome}\n{_files(arguments.out)}")
+
+
+def _layers(arguments: argparse.Namespace) -> None:
+    experiment = LayerExperiment(
+        data=arguments.data,
+        transform=arguments.transform,
+        task=arguments.task,
+        kind=arguments.kind,
+        method=arguments.method,
+        width=arguments.width,
+        n_train=arguments.train,
+        n_test=arguments.test,
+        n_epochs=arguments.epochs,
+        prior_structure=arguments.prior,
+        per_slot=arguments.per_slot,
+        seed=arguments.seed,
+        root=arguments.root,
+        download=arguments.download,
+    )
+    outcome = learn_layers(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)
+    print(f"{outcome}\n{_files(arguments.out)}")
+
+
+def _files(out: Path) -> str:
+    return f"files           {out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
 
 
 def _compare(arguments: argparse.Namespace) -> None:

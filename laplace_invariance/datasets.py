@@ -26,6 +26,7 @@ __all__ = [
     "KINDS",
     "SOURCES",
     "Split",
+    "check_images",
     "hue_rotated",
     "load",
     "rotate",
@@ -80,7 +81,7 @@ def transformed(images: Tensor, kind: str, generator: torch.Generator | None = N
         Images of the same shape.
     """
     ranges = true_ranges(kind)
-    _check_images(images)
+    check_images(images)
     if not any(ranges.values()):
         return images
     angle, log_factor, x, y = _uniform((len(images), 4), generator, images).unbind(-1)
@@ -126,7 +127,7 @@ def hue_rotated(images: Tensor, max_angle: float, generator: torch.Generator | N
     Returns:
         Images of the same shape.
     """
-    _check_images(images)
+    check_images(images)
     if images.shape[1] != 3:
         raise ValueError(f"hue is a property of RGB images [n, 3, height, width], got shape {list(images.shape)}")
     if not 0 <= max_angle <= math.pi:
@@ -144,7 +145,8 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator | None, like: Te
     return (2 * torch.rand(shape, generator=generator, device=device, dtype=like.dtype) - 1).to(like.device)
 
 
-def _check_images(images: Tensor) -> None:
+def check_images(images: Tensor) -> None:
+    """Refuse what is not floating point ``[n, channels, height, width]`` in [0, 1]."""
     if images.ndim != 4:
         raise ValueError(f"images must be [n, channels, height, width], got shape {list(images.shape)}")
     if not images.is_floating_point():

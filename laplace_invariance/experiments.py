@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,19 @@ from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import FixupResNet, Standardise, cnn, mlp
 from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, checkpointing, marglik_training
 
-__all__ = ["METHODS", "NETWORKS", "Experiment", "Outcome", "identity", "learn"]
+__all__ = [
+    "METHODS",
+    "NETWORKS",
+    "Experiment",
+    "Outcome",
+    "accuracy",
+    "claim",
+    "draw_evidence",
+    "identity",
+    "learn",
+    "read_json",
+    "write_json",
+]
 
 NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
@@ -194,7 +206,7 @@ def learn(
     """
     out = None if out is None else Path(out)
     if out is not None:
-        _claim(out, experiment, resume)
+        claim(out, experiment, resume)
         if (out / "summary.json").exists():
             return _read(out / "summary.json", experiment)
     with torch.random.fork_rng(devices=[]):
@@ -202,38 +214,49 @@ def learn(
         return _learn(experiment, out, resume, progress_bar)
 
 
-def _claim(out: Path, experiment: Experiment, resume: bool) -> None:
-    """Refuse a directory that belongs to another experiment, or to this one if it is not resumed."""
+def claim(out: Path, experiment: Any, resume: bool) -> None:
+    """Refuse a directory that belongs to another experiment, or to this one if it is not resumed.
+
+    Args:
+        out: the directory.
+        experiment: a dataclass, such as :class:`Experiment`, whose fields are in ``experiment.json`` there.
+        resume: whether it is resumed.
+    """
     path = out / "experiment.json"
     if not path.exists():
         return
     if not resume:
         raise FileExistsError(f"{path} exists; --resume (resume=True) goes on from it, another directory starts anew")
-    found, wanted = identity(Experiment(**_json(path))), identity(experiment)
+    try:
+        found, wanted = identity(type(experiment)(**read_json(path))), identity(experiment)
+    except TypeError as error:  # fields that this kind of experiment does not have
+        raise ValueError(f"{path} is of another kind of experiment; nothing was changed") from error
     different = [name for name in wanted if found[name] != wanted[name]]
     if different:
         raise ValueError(f"{path} is of another experiment: it differs in {', '.join(different)}; nothing was changed")
 
 
-def identity(experiment: Experiment) -> dict[str, Any]:
+def identity(experiment: Any) -> dict[str, Any]:
     """Return what makes an experiment; not where its data are from."""
     return {name: value for name, value in asdict(experiment).items() if name not in ("root", "download")}
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Read what :func:`write_json` wrote."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; remove it to go on; nothing was changed") from error
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a value, atomically, and the directory if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpointing.replace(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))
 
 
 def _read(path: Path, experiment: Experiment) -> Outcome:
-    return Outcome(**_json(path) | {"experiment": experiment})
+    return Outcome(**read_json(path) | {"experiment": experiment})
 
 
 def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar: bool) -> Outcome:
@@ -262,7 +285,7 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
     if augmentation is not None:
         model = InvariantModel(model, augmentation, experiment.n_samples)
     if out is not None:
-        _write_json(out / "experiment.json", asdict(experiment))
+        write_json(out / "experiment.json", asdict(experiment))
     start = time.perf_counter()
     result = marglik_training(
         model,
@@ -280,7 +303,7 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
     seconds = sum(sum(record["seconds"].values()) for record in result.history)
     outcome = Outcome(
         experiment,
-        accuracy=_accuracy(model, test),
+        accuracy=accuracy(model, test),
         evidence=_best_evidence(result, len(train)),
         ranges={} if augmentation is None else augmentation.ranges(),
         magnitudes={} if augmentation is None else augmentation.magnitudes(),
@@ -293,7 +316,7 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
     )
     if out is not None:
         _draw(outcome, augmentation, x_train[:6], out)
-        _write_json(out / "summary.json", outcome.summary())
+        write_json(out / "summary.json", outcome.summary())
     return outcome
 
 
@@ -312,7 +335,8 @@ def _recipe(experiment: Experiment, n_batches: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _accuracy(model: nn.Module, loader: DataLoader) -> float:
+def accuracy(model: nn.Module, loader: DataLoader) -> float:
+    """Return the share of a loader's examples that the model, in evaluation mode, classifies rightly."""
     model.eval()
     correct = sum((model(x).argmax(-1) == y).sum().item() for x, y in loader)
     return correct / len(loader.dataset)
@@ -334,21 +358,33 @@ def _scale_correlation(augmentation: AffineImage) -> float:
 # Pictures.
 
 
+def draw_evidence(history: Sequence[Mapping[str, Any]], n_data: int, title: str, path: Path) -> None:
+    """Draw the evidence per datum and its terms over epochs; nothing if it was never estimated.
+
+    Args:
+        history: of the training.
+        n_data: number of training images.
+        title: of the picture.
+        path: of the file.
+    """
+    estimated = [record for record in history if record["evidence"] is not None]
+    if not estimated:
+        return
+    terms = {
+        "log evidence": [r["evidence"] / n_data for r in estimated],
+        "log likelihood": [r["log_likelihood"] / n_data for r in estimated],
+        "-½ log determinant ratio": [-r["log_det_ratio"] / 2 / n_data for r in estimated],
+        "-½ scatter": [-r["scatter"] / 2 / n_data for r in estimated],
+    }
+    figure = plots.figure(FIGURE["evidence"])
+    plots.evidence_terms([r["epoch"] for r in estimated], terms, figure.subplots()).set_title(title)
+    figure.savefig(path, dpi=120)
+
+
 def _draw(outcome: Outcome, augmentation: AffineImage | None, images: Tensor, out: Path) -> None:
     history = outcome.result.history
     title = f"{outcome.experiment.data}, {outcome.experiment.transform.replace('_', ' ')}"
-    estimated = [record for record in history if record["evidence"] is not None]
-    if estimated:
-        n_data = outcome.result.la.n_data
-        terms = {
-            "log evidence": [r["evidence"] / n_data for r in estimated],
-            "log likelihood": [r["log_likelihood"] / n_data for r in estimated],
-            "-½ log determinant ratio": [-r["log_det_ratio"] / 2 / n_data for r in estimated],
-            "-½ scatter": [-r["scatter"] / 2 / n_data for r in estimated],
-        }
-        figure = plots.figure(FIGURE["evidence"])
-        plots.evidence_terms([r["epoch"] for r in estimated], terms, figure.subplots()).set_title(title)
-        figure.savefig(out / "evidence.png", dpi=120)
+    draw_evidence(history, outcome.result.la.n_data, title, out / "evidence.png")
     if augmentation is None:
         return
     figure = plots.figure(FIGURE["ranges"])

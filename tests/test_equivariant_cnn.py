@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from twins import ggn
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN, check_model
-from laplace_invariance.layers import FactoredLinear2d, ResidualPathway, convert, equivariant_cnn
+from laplace_invariance.layers import FactoredLinear2d, ResidualPathway, closed_paths, convert, equivariant_cnn
 from laplace_invariance.metrics import effective_parameters, equivariance_error, layer_report
 
 KINDS = ["fc", "conv", "fc+conv", "f_fc", "f_fc+conv", "s_fc", "s_conv", "s_fc+s_conv", "f_fc+conv+gconv", "gconv"]
@@ -89,6 +90,21 @@ def test_free_paths_start_near_zero_beside_an_equivariant_one():
         layer = net.layer1.f_fc
         assert 0.7 < layer(x).std() / expected < 1.4
     assert 0.7 < both.layer1.conv(x).std() / math.sqrt(2) < 1.4
+
+
+def test_paths_but_the_first_start_closed():
+    net = nn.Sequential(equivariant_cnn("f_fc+conv+gconv", 1, 3, width=2))
+    found = closed_paths(net, 50.0)
+    names = [name for name, _ in net.named_parameters()]
+    by_name = {n: next((v for pattern, v in found.items() if re.fullmatch(pattern, n)), None) for n in names}
+    assert {n for n, v in by_name.items() if v is None} == {
+        n for n in names if ".gconv." in n or "layer9" in n or "layer10" in n
+    }
+    assert by_name["0.layer1.conv.layer.weight"] == by_name["0.layer1.f_fc.layer.theta_1.bias"] == 50.0
+    assert by_name["0.layer1.f_fc.layer.theta_2.weight"] == 1024  # the inverse of its initial variance
+    assert by_name["0.layer8.f_fc.layer.theta_2.weight"] == 4
+    assert set(closed_paths(net, 50.0, shared=True).values()) == {50.0}
+    assert closed_paths(equivariant_cnn("conv", 1, 3, width=1)) == {}
 
 
 def test_larger_images_and_bad_arguments():

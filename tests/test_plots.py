@@ -8,6 +8,7 @@ import torch
 
 import laplace_invariance as li
 from laplace_invariance import datasets, plots
+from laplace_invariance.metrics.layers import LayerReport, PathReport
 
 
 @pytest.fixture
@@ -137,3 +138,65 @@ def test_accuracies_are_grouped_by_kind(ax):
 def test_accuracies_are_fractions(ax, table):
     with pytest.raises(ValueError, match="between 0 and 1"):
         plots.accuracies(table, ax)
+
+
+# Layers.
+
+
+def path(place, name, kind, relative, precision, **precisions):
+    precisions = precisions or {"weight": precision, "bias": 1000.0}
+    return PathReport(place, name, kind, 9, precision, precisions, 1.0, 1.0, 0.1, relative, relative > 0.5)
+
+
+@pytest.fixture
+def report():
+    rows = [
+        path("layer1", "conv", "CONV", 0.75, 2.0),
+        path(
+            "layer1",
+            "f_fc",
+            "F-FC",
+            0.25,
+            300.0,
+            **{"theta_1.weight": 300.0, "theta_2.weight": 5.0, "theta_1.bias": 7e4},
+        ),
+        path("layer2", "conv", "CONV", 0.03, 50.0),
+        path("layer2", "f_fc", "F-FC", 0.97, 0.5),
+        path("last", "own", "Strange", 1.0, 0.1),
+    ]
+    return LayerReport(rows)
+
+
+def test_shares_of_a_layer_are_stacked_up_to_all(ax, report):
+    assert plots.layer_shares(report, ax) is ax
+    bars = [bar for container in ax.containers for bar in container]
+    found = [(round(bar.get_x() + bar.get_width() / 2, 6), bar.get_y(), bar.get_height()) for bar in bars]
+    expected = [(0, 0, 75), (0, 75, 25), (1, 0, 3), (1, 3, 97), (2, 0, 100)]
+    assert found == [pytest.approx(one) for one in expected]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["layer1", "layer2", "last"]
+    assert [text.get_text() for text in ax.texts] == ["75", "25", "97", "100"]  # no room for the others
+    assert labels(ax) == ["Strange", "F-FC", "CONV"]
+    colours = [bar.get_facecolor() for bar in bars]
+    assert colours[0] == colours[2] != colours[1] == colours[3]
+    assert len(set(colours)) == 3
+
+
+def test_precisions_are_lines_over_layers_on_a_logarithmic_scale(ax, report):
+    assert plots.layer_precisions(report, ax) is ax
+    assert ax.get_yscale() == "log"
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines() if len(line.get_xdata())]
+    assert ([0, 1], [2.0, 50.0]) in drawn
+    assert ([0, 1], [300.0, 0.5]) in drawn
+    assert ([2], [0.1]) in drawn
+    assert ([0, 0, 1], [300.0, 5.0, 0.5]) in drawn  # every weight's, and no bias's
+    assert all(value < 1000 for _, values in drawn for value in values)
+    assert labels(ax) == ["Strange", "F-FC", "CONV"]
+    assert "prior precision" in ax.get_ylabel()
+
+
+def test_kinds_have_the_same_colours_in_every_picture(ax, report):
+    plots.layer_shares(report, ax)
+    other = plots.layer_shares(
+        LayerReport([row for row in report.rows if row.kind == "F-FC"]), plots.figure((3, 3)).subplots()
+    )
+    assert {lines(axes)["F-FC"].get_color() for axes in (ax, other)} == {plots.KINDS["F-FC"]}

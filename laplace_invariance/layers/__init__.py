@@ -5,9 +5,9 @@ from laplace_invariance.layers.convert import convert
 from laplace_invariance.layers.factored import FactoredLinear2d, Linear2d, SlotLinear
 from laplace_invariance.layers.fixup import FixupResNet, ScalarBias, ScalarScale
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
-from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp
+from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp, pathway
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
-from laplace_invariance.layers.residual import OnGroup, ResidualPathway
+from laplace_invariance.layers.residual import OnGroup, ResidualPathway, closed_paths
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
 from laplace_invariance.layers.symmetry import Group
 
@@ -29,8 +29,10 @@ __all__ = [
     "SparseConv2d",
     "SparseLinear2d",
     "Standardise",
+    "closed_paths",
     "cnn",
     "convert",
     "equivariant_cnn",
     "mlp",
+    "pathway",
 ]

@@ -17,7 +17,7 @@ from laplace_invariance.layers.residual import OnGroup, ResidualPathway
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
 from laplace_invariance.layers.symmetry import Group
 
-__all__ = ["PATHS", "Standardise", "cnn", "equivariant_cnn", "mlp", "parse_kind"]
+__all__ = ["PATHS", "Standardise", "cnn", "equivariant_cnn", "mlp", "parse_kind", "pathway"]
 
 # What a path may be, from the strictest symmetry to none.
 PATHS = {

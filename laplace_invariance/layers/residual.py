@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import Tensor, nn
 
-__all__ = ["OnGroup", "ResidualPathway"]
+from laplace_invariance.layers.factored import SlotLinear
+
+__all__ = ["OnGroup", "ResidualPathway", "closed_paths"]
 
 
 class ResidualPathway(nn.Module):
@@ -70,3 +74,36 @@ class OnGroup(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x.flatten(1, 2) if x.ndim == 5 else x)  # an image is not on the group yet
         return y.unflatten(1, (-1, self.order))
+
+
+def closed_paths(model: nn.Module, precision: float = 1e3, *, shared: bool = False) -> dict[str, float]:
+    """Return prior precisions with which training starts with nearly strict symmetry: all paths but the first are closed.
+
+    Small weights alone do not keep a free path closed, as an optimiser such as Adam moves small weights as fast as others before
+    the evidence is first estimated. Give these to training, by evidence, of a network of
+    :class:`ResidualPathway` s: ``marglik_training(net, loader, prior_prec_init=closed_paths(net))``.
+
+    The first factor of a factored path, ``theta_2``, starts at the precision of its initial weights instead. Were it closed as
+    well, the gradients of both factors would vanish, and what is closed too early would stay so.
+
+    Args:
+        model: with pathways, their strictest path first.
+        precision: of what is closed.
+        shared: close ``theta_2`` as well; for a ``prior_structure`` in which it shares its precision with ``theta_1``.
+
+    Returns:
+        precisions by regular expression, one for each tensor of the paths concerned.
+    """
+    found: dict[str, float] = {}
+    for place, pathway in model.named_modules():
+        if not isinstance(pathway, ResidualPathway):
+            continue
+        for name in list(pathway.paths)[1:]:
+            for part, module in pathway.paths[name].named_modules():
+                prefix = ".".join(filter(None, (place, name, part)))
+                first = isinstance(module, SlotLinear) and part.split(".")[-1] == "theta_2" and not shared
+                value = float(module.in_features) if first else precision
+                found |= {
+                    re.escape(f"{prefix}.{tensor}"): value for tensor, _ in module.named_parameters(recurse=False)
+                }
+    return found
