@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.datasets import load
-from laplace_invariance.layers import Standardise
-from laplace_invariance.layers.networks import pathway
+from laplace_invariance.layers import Standardise, closed_paths, pathway
 from laplace_invariance.metrics.layers import LayerReport, layer_report
 from laplace_invariance.quadrants import quadrants
 
@@ -50,6 +49,7 @@ def learn(task: str) -> tuple[LayerReport, float]:
         marglik_frequency=2,
         n_hypersteps=30,
         marglik_batch_size=600,
+        prior_prec_init=closed_paths(model),
         backend_kwargs={"output_rank": 3},
         optimizer_kwargs={"lr": 5e-3},
         scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
