@@ -93,7 +93,7 @@ class LayerExperiment:
     n_test: int | None = None
     n_epochs: int = 40
     batch_size: int = 125
-    lr: float = 3e-3
+    lr: float = 5e-3
     lr_min: float = 1e-5
     marglik_frequency: int = 4
     n_epochs_burnin: int = 4

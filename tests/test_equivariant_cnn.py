@@ -101,8 +101,8 @@ def test_paths_but_the_first_start_closed():
         n for n in names if ".gconv." in n or "layer9" in n or "layer10" in n
     }
     assert by_name["0.layer1.conv.layer.weight"] == by_name["0.layer1.f_fc.layer.theta_1.bias"] == 50.0
-    assert by_name["0.layer1.f_fc.layer.theta_2.weight"] == 1024  # the inverse of its initial variance
-    assert by_name["0.layer8.f_fc.layer.theta_2.weight"] == 4
+    assert by_name["0.layer1.f_fc.layer.theta_2.weight"] == 4 * 1024  # the inverse of its initial variance
+    assert by_name["0.layer8.f_fc.layer.theta_2.weight"] == 4 * 4
     assert set(closed_paths(net, 50.0, shared=True).values()) == {50.0}
     assert closed_paths(equivariant_cnn("conv", 1, 3, width=1)) == {}
 

@@ -83,8 +83,8 @@ def closed_paths(model: nn.Module, precision: float = 1e3, *, shared: bool = Fal
     the evidence is first estimated. Give these to training, by evidence, of a network of
     :class:`ResidualPathway` s: ``marglik_training(net, loader, prior_prec_init=closed_paths(net))``.
 
-    The first factor of a factored path, ``theta_2``, starts at the precision of its initial weights instead. Were it closed as
-    well, the gradients of both factors would vanish, and what is closed too early would stay so.
+    The first factor of a factored path, ``theta_2``, starts at four times the precision of its initial weights instead. Were it
+    closed as much, the gradients of both factors would vanish, and what is closed too early would stay so.
 
     Args:
         model: with pathways, their strictest path first.
@@ -102,7 +102,7 @@ def closed_paths(model: nn.Module, precision: float = 1e3, *, shared: bool = Fal
             for part, module in pathway.paths[name].named_modules():
                 prefix = ".".join(filter(None, (place, name, part)))
                 first = isinstance(module, SlotLinear) and part.split(".")[-1] == "theta_2" and not shared
-                value = float(module.in_features) if first else precision
+                value = 4.0 * module.in_features if first else precision
                 found |= {
                     re.escape(f"{prefix}.{tensor}"): value for tensor, _ in module.named_parameters(recurse=False)
                 }
