@@ -77,7 +77,8 @@ class LayerExperiment:
             ``marglik_training``.
         per_slot: a gradient factor for every slot of factored layers, as for ``curvature.AugmentedGGN``.
         scale: of the initial weights of all paths but the strictest.
-        free_precision: their initial prior precision, if learnt, see ``layers.closed_paths``; that of all else is 1.
+        free_precision: their initial prior precision, if learnt one per tensor or path, see ``layers.closed_paths``; that of all
+            else is 1.
         seed: of subset, transformations, quadrants and weights.
         root: directory of torchvision's data sets.
         download: fetch them.
@@ -271,8 +272,9 @@ def _data(experiment: LayerExperiment) -> tuple[TensorDataset, TensorDataset, in
 
 def _recipe(experiment: LayerExperiment, model: nn.Module, n_batches: int) -> dict[str, Any]:
     """Return the settings of training, the same for all methods but for the objective and where priors start."""
-    shared = experiment.prior_structure != "layerwise"
-    closed = closed_paths(model, experiment.free_precision, shared=shared) if experiment.method == "evidence" else {}
+    closed: dict[str, float] = {}
+    if experiment.method == "evidence" and experiment.prior_structure in ("layerwise", "path"):
+        closed = closed_paths(model, experiment.free_precision, shared=experiment.prior_structure == "path")
     return {
         "objective": MAP() if experiment.method == "map" else Evidence(),
         "prior_structure": experiment.prior_structure,

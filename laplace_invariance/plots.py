@@ -276,7 +276,7 @@ def layer_shares(report: LayerReport, ax: Axes) -> Axes:
     for x, paths in enumerate(report.places.values()):
         bottom = 0.0
         for row in paths:
-            share = 100 * row.relative
+            share = 100 * (row.relative or 0.0)  # none where paths cannot be compared
             bars = ax.bar(x, share, 0.8, bottom, color=colours[row.kind], edgecolor="w")
             if share >= 8:
                 ax.bar_label(
@@ -290,7 +290,7 @@ def layer_shares(report: LayerReport, ax: Axes) -> Axes:
 def layer_precisions(report: LayerReport, ax: Axes) -> Axes:
     """Plot the prior precision of each path over layers, on a logarithmic scale, coloured by kind of path.
 
-    Of a path with several weight tensors it is the largest, which switches the path off; faint dots are those of the others.
+    Of a path with several weight tensors it is the largest; faint dots are those of the others.
 
     Args:
         report: of ``metrics.layers.layer_report``.
@@ -302,7 +302,9 @@ def layer_precisions(report: LayerReport, ax: Axes) -> Axes:
         rows = [row for row in report.rows if (row.path, row.kind) == path]
         colour = colours[path[1]]
         xs = [places.index(row.place) for row in rows]
-        ax.plot(xs, [row.precision for row in rows], "o-", color=colour, lw=1.8, ms=6)
+        ax.plot(
+            xs, [math.nan if row.precision is None else row.precision for row in rows], "o-", color=colour, lw=1.8, ms=6
+        )
         dots = [
             (x, value)
             for x, row in zip(xs, rows, strict=True)

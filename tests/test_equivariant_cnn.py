@@ -207,9 +207,34 @@ def test_layer_report_needs_paths_and_a_fit():
     la, _, _ = fitted(model=nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
     with pytest.raises(ValueError, match="no ResidualPathway"):
         layer_report(la)
-    unfitted = Laplace(small(), "classification", subset_of_weights="all", hessian_structure="kron")
-    with pytest.raises(TypeError, match="needs a fitted Laplace"):
-        layer_report(unfitted)
+    for structure in ("kron", "diag", "full"):
+        unfitted = Laplace(small(), "classification", subset_of_weights="all", hessian_structure=structure)
+        with pytest.raises(TypeError, match=r"need a fitted Laplace.*before fit\(\)"):
+            layer_report(unfitted)
+    last = Laplace(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), "classification", hessian_structure="kron")
+    for wrong in (last, small()):
+        with pytest.raises(TypeError, match=f"need a fitted Laplace.*{type(wrong).__name__}"):
+            layer_report(wrong)
+
+
+def test_layer_report_does_not_choose_where_a_path_is_frozen():
+    model = small()
+    model[0].conv.requires_grad_(False)
+    report = layer_report(fitted(model=model)[0])
+    conv, f_fc = report.rows
+    assert conv.effective is conv.relative is f_fc.relative is None
+    assert f_fc.effective > 0
+    assert report.chosen == {}
+    assert "frozen" in str(report).splitlines()[1]
+
+
+def test_layer_report_counts_a_shared_path_wherever_it_is():
+    conv = nn.Conv2d(1, 1, 3, padding=1)
+    first, second = (ResidualPathway(conv=conv, f_fc=FactoredLinear2d(1, 1, 4)) for _ in range(2))
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Flatten(), nn.Linear(16, 3))
+    places = layer_report(fitted(model=model)[0]).places
+    assert [row.path for row in places["0"]] == [row.path for row in places["2"]] == ["conv", "f_fc"]
+    assert places["0"][0].effective == places["2"][0].effective > 0
 
 
 # From existing networks.
@@ -251,6 +276,22 @@ def test_converted_networks_learn_by_evidence():
     result = li.marglik_training(net, DataLoader(TensorDataset(x, y), batch_size=10), **settings)
     assert {"0.conv", "0.f_fc", "2.0.conv", "2.0.f_fc"} <= set(result.prior_precisions)
     assert set(layer_report(result.la).chosen) == {"0", "2.0"}
+
+
+def test_convert_treats_a_convolution_alike_wherever_it_is():
+    shared = nn.Conv2d(1, 1, 3, padding=1)
+    net = convert(nn.Sequential(shared, nn.ReLU(), shared, nn.Flatten()), (1, 4, 4))
+    assert isinstance(net[0], ResidualPathway)
+    assert net[0] is net[2]
+    assert isinstance(convert(shared, (1, 4, 4)), ResidualPathway)
+
+    class Other(nn.Conv2d):
+        pass
+
+    with pytest.warns(UserWarning, match="0: subclasses of nn.Conv2d.*left as they are"):
+        net = convert(nn.Sequential(Other(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)), (1, 4, 4))
+    assert type(net[0]) is Other
+    assert isinstance(net[1], ResidualPathway)
 
 
 def test_convert_refuses_what_it_cannot_do():

@@ -264,6 +264,9 @@ def test_a_pathway_is_the_sum_of_its_paths():
     assert "f_fc.theta_1.weight" in dict(named.named_parameters())
     with pytest.raises(ValueError, match=r"same shape, got conv: \[5, 3, 4, 4\], f_fc: \[5, 3, 2, 2\]"):
         ResidualPathway(conv=conv, f_fc=FactoredLinear2d(2, 3, 4, 2))(x)
+    torch.testing.assert_close(ResidualPathway(conv, conv)(x), 2 * conv(x))
+    with pytest.raises(ValueError, match="'0' is given in order and by name"):
+        ResidualPathway(conv, **{"0": fc})
     with pytest.raises(ValueError, match="at least one path"):
         ResidualPathway()
     with pytest.raises(TypeError, match="'1' must be a module, got int"):

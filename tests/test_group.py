@@ -329,3 +329,11 @@ def test_group_pool():
     x = torch.randn(2, 3, 4, 5, 7)
     assert torch.equal(GroupPool()(x), x.mean(2))
     assert torch.equal(GroupPool("max")(x), x.max(2)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_pools_by_the_largest_value_as_well(dtype):
+    x = torch.zeros(1, 1, 16, 16)
+    x[0, 0, 0, 0] = 1
+    x[0, 0, 1::2, 1::2] = 0.25  # of a larger l2 norm
+    assert PolyphasePool2d(2)(x.to(dtype)).max() == 1

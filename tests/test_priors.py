@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.layers.factored import FactoredLinear2d
-from laplace_invariance.layers.residual import ResidualPathway
+from laplace_invariance.layers.residual import ResidualPathway, closed_paths
+from laplace_invariance.layers.sparse import SparseLinear2d
 from laplace_invariance.marglik.priors import Priors, grouping
 
 FEW = {"n_epochs": 3, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
@@ -305,9 +306,36 @@ def test_precisions_start_where_patterns_say():
         ("layerwise", {"2.*": 3.0}, r"'2\.\*', which matches no whole name.*0\.weight"),
         ("layerwise", {"0.*": 0.0}, "positive and finite, got 0.0"),
         ("layerwise", {"(": 1.0}, "no regular expression"),
+        ("layerwise", {".*": 3.0, ".*bias": 7.0}, "only what patterns before it match"),
+        ("layerwise", {".*": "3"}, "got '3' for"),
     ],
 )
 def test_patterns_that_make_no_start_are_refused(structure, values, message):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=message):
         Priors(model, structure, values, None, False, 1.0, 0.1)
+
+
+def test_free_paths_start_closed_but_for_what_is_frozen_or_a_width():
+    paths = ResidualPathway(
+        conv=nn.Conv2d(1, 2, 3, padding=1), s_fc=SparseLinear2d(1, 2, 4, learn_omega="weight", scale=0.01)
+    )
+    model = nn.Sequential(paths, nn.Flatten(), nn.Linear(32, 3))
+    paths.s_fc.theta_1.weight.requires_grad_(False)
+    closed = closed_paths(model)
+    assert sorted(closed) == [r"0\.s_fc\.basis_out\.bias", r"0\.s_fc\.theta_2\.weight"]
+    Priors(model, "layerwise", closed, None, False, 1.0, 0.1)
+    groups = grouping(model, "path")
+    assert groups["0.s_fc.theta_2.weight"] == "0.s_fc"
+    assert groups["0.s_fc.basis_in.omega"] == "0.s_fc.basis_in.omega"
+    with pytest.raises(ValueError, match=r"closed_paths\(model, shared=True\)"):
+        Priors(model, "path", closed, None, False, 1.0, 0.1)
+    Priors(model, "path", closed_paths(model, shared=True), None, False, 1.0, 0.1)
+
+
+def test_another_start_is_not_resumed(tmp_path):
+    loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.randint(2, (8,))), batch_size=4)
+    files = {"checkpoint": tmp_path / "run.pt", "history": tmp_path / "run.jsonl"}
+    li.marglik_training(nn.Linear(3, 2), loader, n_epochs=1, prior_prec_init={".*bias": 5.0}, **files)
+    with pytest.raises(ValueError, match="prior_prec_init"):
+        li.marglik_training(nn.Linear(3, 2), loader, n_epochs=2, resume=True, **files)

@@ -56,7 +56,8 @@ class PolyphasePool2d(nn.Module):
         # Several components may share the largest value, as where the background has it. The first of them would be another
         # one after a shift, so the l2 norm, which a shift does not change, decides. That background may have been computed
         # with rounding that differs from place to place, so equal means equal up to rounding.
-        rounding = 100 * torch.finfo(values.dtype).eps
+        eps = torch.finfo(values.dtype).eps
+        rounding = 100 * eps if eps < 1e-5 else 2 * eps  # in half precision few values differ by less than 100
         tied = largest >= (1 - rounding) * largest.amax(-1, keepdim=True)
         return torch.where(tied, torch.linalg.vector_norm(values, dim=-1), -1).argmax(-1)
 

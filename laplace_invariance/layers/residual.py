@@ -28,7 +28,10 @@ class ResidualPathway(nn.Module):
 
     def __init__(self, *paths: nn.Module, pool: nn.Module | None = None, **named: nn.Module) -> None:
         super().__init__()
-        everything = {**{str(i): path for i, path in enumerate(paths)}, **named}
+        everything = {str(i): path for i, path in enumerate(paths)}
+        if everything.keys() & named.keys():
+            raise ValueError(f"path {min(everything.keys() & named.keys())!r} is given in order and by name")
+        everything |= named
         if not everything:
             raise ValueError("ResidualPathway needs at least one path")
         for name, path in everything.items():
@@ -40,7 +43,7 @@ class ResidualPathway(nn.Module):
     @property
     def paths(self) -> dict[str, nn.Module]:
         """The paths by name."""
-        return {name: path for name, path in self.named_children() if path is not self.pool}
+        return {name: path for name, path in self._modules.items() if name != "pool"}
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = {name: path(x) for name, path in self.paths.items()}
@@ -83,16 +86,18 @@ def closed_paths(model: nn.Module, precision: float = 1e3, *, shared: bool = Fal
     the evidence is first estimated. Give these to training, by evidence, of a network of
     :class:`ResidualPathway` s: ``marglik_training(net, loader, prior_prec_init=closed_paths(net))``.
 
-    The first factor of a factored path, ``theta_2``, starts at four times the precision of its initial weights instead. Were it
-    closed as much, the gradients of both factors would vanish, and what is closed too early would stay so.
+    The first factor of a factored path, ``theta_2``, starts at four times its number of inputs instead, which for
+    ``FactoredLinear2d`` is four times the precision of its initial weights, whatever its size. With ``precision`` for both
+    factors, those of small layers would vanish, and with them the gradients of both: what is closed too early would stay so.
 
     Args:
         model: with pathways, their strictest path first.
         precision: of what is closed.
-        shared: close ``theta_2`` as well; for a ``prior_structure`` in which it shares its precision with ``theta_1``.
+        shared: use ``precision`` for both factors; for a ``prior_structure`` in which these share theirs, such as ``"path"``.
 
     Returns:
-        precisions by regular expression, one for each tensor of the paths concerned.
+        precisions by regular expression, one for each trainable tensor of the paths concerned but ``omega`` of sparse layers,
+        whose size says nothing about how much of a path is used.
     """
     found: dict[str, float] = {}
     for place, pathway in model.named_modules():
@@ -103,7 +108,7 @@ def closed_paths(model: nn.Module, precision: float = 1e3, *, shared: bool = Fal
                 prefix = ".".join(filter(None, (place, name, part)))
                 first = isinstance(module, SlotLinear) and part.split(".")[-1] == "theta_2" and not shared
                 value = 4.0 * module.in_features if first else precision
-                found |= {
-                    re.escape(f"{prefix}.{tensor}"): value for tensor, _ in module.named_parameters(recurse=False)
-                }
+                for tensor, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad and tensor != "omega":
+                        found[re.escape(f"{prefix}.{tensor}")] = value
     return found

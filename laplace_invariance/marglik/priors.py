@@ -48,46 +48,47 @@ def _by_path(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
         if isinstance(module, ResidualPathway)
         for child in module.paths
     ]
-    return {name: max((path for path in paths if name.startswith(f"{path}.")), key=len, default=name) for name in names}
+    return {
+        # the width of basis functions says nothing about how much of a path is used
+        name: name
+        if name.endswith(".omega")
+        else max((p for p in paths if name.startswith(f"{p}.")), key=len, default=name)
+        for name in names
+    }
 
 
-def _by_pattern(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Group by the first pattern that matches and what it captures; tensors that none matches are groups of one."""
-    found = {name: name for name in names}
-    left = list(names)
+def _first_matches(what: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, re.Match]]:
+    """Return the first pattern that matches the whole of each name, and the match; a pattern without any is refused."""
+    found: dict[str, tuple[str, re.Match]] = {}
     for pattern in patterns:
         try:
             expression = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"prior_structure has {pattern!r}, which is no regular expression: {error}") from error
-        matches = {name: match for name in left if (match := expression.fullmatch(name))}
-        if not matches:
-            taken = any(expression.fullmatch(name) for name in names)
-            what = "only what patterns before it match; put it before them" if taken else "no whole name of a parameter"
-            raise ValueError(
-                f"prior_structure has {pattern!r}, which matches {what}; the parameters are {', '.join(names)}"
-            )
-        for name, match in matches.items():
-            found[name] = f"{pattern} ({', '.join(map(str, match.groups()))})" if match.groups() else pattern
-        left = [name for name in left if name not in matches]
+            raise ValueError(f"{what} has {pattern!r}, which is no regular expression: {error}") from error
+        matches = {name: match for name in names if (match := expression.fullmatch(name))}
+        if not matches.keys() - found.keys():
+            why = "only what patterns before it match; put it before them"
+            why = why if matches else "no whole name of a trainable parameter"
+            raise ValueError(f"{what} has {pattern!r}, which matches {why}; the parameters are {', '.join(names)}")
+        found = {name: (pattern, match) for name, match in matches.items()} | found
     return found
+
+
+def _by_pattern(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Group by the first pattern that matches and what it captures; tensors that none matches are groups of one."""
+    groups = {name: name for name in names}
+    for name, (pattern, match) in _first_matches("prior_structure", patterns, names).items():
+        groups[name] = f"{pattern} ({', '.join(map(str, match.groups()))})" if match.groups() else pattern
+    return groups
 
 
 def _by_name(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
     """Return the value of the first pattern that matches each name, or 1."""
     for pattern, value in values.items():
-        try:
-            found = any(re.fullmatch(pattern, name) for name in names)
-        except re.error as error:
-            raise ValueError(f"prior_prec_init has {pattern!r}, which is no regular expression: {error}") from error
-        if not found:
-            raise ValueError(
-                f"prior_prec_init has {pattern!r}, which matches no whole name of a parameter; the parameters are "
-                f"{', '.join(names)}"
-            )
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"prior_prec_init must be positive and finite, got {value} for {pattern!r}")
-    return {name: next((v for pattern, v in values.items() if re.fullmatch(pattern, name)), 1.0) for name in names}
+        if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"prior_prec_init must be positive and finite, got {value!r} for {pattern!r}")
+    matched = _first_matches("prior_prec_init", list(values), names)
+    return {name: float(values[matched[name][0]]) if name in matched else 1.0 for name in names}
 
 
 class Priors:
@@ -160,7 +161,8 @@ class Priors:
                          if kept != wanted]  # fmt: skip
             if different:
                 raise ValueError(
-                    f"{different[0]} shares its prior precision with tensors for which prior_prec_init has another value"
+                    f"{different[0]} shares its prior precision with tensors for which prior_prec_init has another value than "
+                    f"{precisions[different[0]]:g}; give one value for all that share, e.g. by closed_paths(model, shared=True)"
                 )
         else:
             sizes = [parameter.numel() for parameter in self._parameters]

@@ -301,6 +301,8 @@ def marglik_training(
             "optimizer_kwargs": repr(optimizer_kwargs),
             "backend_kwargs": repr(backend_kwargs),
             "temperature": temperature,
+            "prior_prec_init": repr(dict(prior_prec_init) if isinstance(prior_prec_init, Mapping) else prior_prec_init),
+            "sigma_noise_init": sigma_noise_init,
             "lr_hyp": lr_hyp,
             "lr_aug": (lr_aug, lr_aug_min),
             "n_hypersteps": (n_hypersteps, n_hypersteps_prior),

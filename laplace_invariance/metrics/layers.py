@@ -41,6 +41,20 @@ def _eigenvalues(precision: KronDecomposed) -> list[Tensor]:
     return [torch.outer(*values) if len(values) == 2 else values[0] for values in precision.eigenvalues]
 
 
+def _tensors(la: ParametricLaplace) -> dict[str, nn.Parameter]:
+    """Return the tensors that have a posterior, by name; refuse what is not fitted, or has one of some weights only."""
+    names = {id(p): name for name, p in la.model.named_parameters()} if isinstance(la, ParametricLaplace) else {}
+    params = getattr(la, "params", [])
+    known = isinstance(la, KronLaplace | DiagLaplace | FullLaplace) and all(id(p) in names for p in params)
+    fitted = known and la.n_data > 0 and la.n_params == sum(p.numel() for p in params)
+    if not fitted or (isinstance(la, KronLaplace) and not isinstance(la.H, KronDecomposed)):
+        raise TypeError(
+            "effective parameters need a fitted Laplace approximation of all weights, 'kron', 'diag' or 'full'; got "
+            f"{type(la).__name__}{' before fit()' if known and not fitted else ''}"
+        )
+    return {names[id(p)]: p for p in params}
+
+
 @torch.no_grad()
 def effective_parameters(la: ParametricLaplace) -> dict[str, float]:
     """Return the effective number of parameters of every tensor, by its name in the model.
@@ -48,20 +62,14 @@ def effective_parameters(la: ParametricLaplace) -> dict[str, float]:
     Args:
         la: fitted Laplace approximation of all weights, with Kronecker-factored, diagonal or full curvature.
     """
-    names = {id(parameter): name for name, parameter in la.model.named_parameters()}
-    tensors = {names[id(parameter)]: parameter for parameter in la.params}
-    if isinstance(la, KronLaplace) and isinstance(la.H, KronDecomposed):
+    tensors = _tensors(la)
+    if isinstance(la, KronLaplace):
         precision = la.posterior_precision
         deltas = precision.deltas.expand(len(tensors))
         gammas = [
             (values / (values + delta)).sum() for values, delta in zip(_eigenvalues(precision), deltas, strict=True)
         ]
         return {name: gamma.item() for name, gamma in zip(tensors, gammas, strict=True)}
-    if not isinstance(la, DiagLaplace | FullLaplace) or la.n_params != sum(p.numel() for p in tensors.values()):
-        raise TypeError(
-            f"effective_parameters needs a fitted Laplace approximation of all weights, 'kron', 'diag' or 'full'; got "
-            f"{type(la).__name__}"
-        )
     covariance = 1 / la.posterior_precision if isinstance(la, DiagLaplace) else la.posterior_covariance.diagonal()
     shares = 1 - la.prior_precision_diag * covariance
     parts = shares.split([parameter.numel() for parameter in tensors.values()])
@@ -77,12 +85,12 @@ class PathReport:
         path: name of the path in it.
         kind: ``"CONV"``, ``"F-FC"``, ...
         parameters: their number.
-        precision: prior precision of its weights; of several tensors the largest, which is the one that switches a path off.
+        precision: prior precision of its weights; of several tensors the largest. None if every parameter has its own.
         precisions: of every tensor.
         norm: Euclidean norm of all of its weights.
-        effective: effective number of parameters.
+        effective: effective number of parameters; None if the path is frozen.
         normalised: that over the number of parameters.
-        relative: normalised, over the sum of the paths of the layer.
+        relative: normalised, over the sum of the paths of the layer; None if one of them is frozen, or none is in use.
         chosen: whether this is the layer's largest.
     """
 
@@ -90,12 +98,12 @@ class PathReport:
     path: str
     kind: str
     parameters: int
-    precision: float
+    precision: float | None
     precisions: dict[str, float]
     norm: float
-    effective: float
-    normalised: float
-    relative: float
+    effective: float | None
+    normalised: float | None
+    relative: float | None
     chosen: bool
 
 
@@ -133,11 +141,11 @@ class LayerReport:
                         "" if i else row.place,
                         row.path if row.path == row.kind else f"{row.path} ({row.kind})",
                         f"{row.parameters:,}",
-                        f"{row.precision:.3g}",
+                        "" if row.precision is None else f"{row.precision:.3g}",
                         f"{row.norm:.3g}",
-                        f"{row.effective:.1f}",
-                        f"{row.normalised:.2e}",
-                        f"{row.relative:.1%}",
+                        "frozen" if row.effective is None else f"{row.effective:.1f}",
+                        "" if row.normalised is None else f"{row.normalised:.2e}",
+                        "" if row.relative is None else f"{row.relative:.1%}",
                         row.kind if row.chosen else "",
                     )
                 )
@@ -165,40 +173,46 @@ def layer_report(la: ParametricLaplace) -> LayerReport:
     Args:
         la: fitted Laplace approximation of all weights, such as ``marglik_training(...).la``.
     """
+    tensors = _tensors(la)
     pathways = {name: module for name, module in la.model.named_modules() if isinstance(module, ResidualPathway)}
     if not pathways:
         raise ValueError("the model has no ResidualPathway, whose paths could be compared")
     effective = effective_parameters(la)
-    tensors = {name: parameter for name, parameter in la.model.named_parameters() if name in effective}
-    prior = la.prior_precision.expand(len(tensors)) if la.prior_precision.numel() in (1, len(tensors)) else None
+    precision = (
+        la.prior_precision.expand(len(tensors)).tolist() if la.prior_precision.numel() in (1, len(tensors)) else None
+    )
+    known = {
+        id(tensor): (effective[name], None if precision is None else precision[i])
+        for i, (name, tensor) in enumerate(tensors.items())
+    }
     rows: list[PathReport] = []
     for place, pathway in pathways.items():
-        found: list[dict[str, Any]] = []
-        for name, path in pathway.paths.items():
-            prefix = f"{place}.{name}.".removeprefix(".")
-            own = {n.removeprefix(prefix): p for n, p in tensors.items() if n.startswith(prefix)}
-            if not own:
-                continue
-            size = sum(p.numel() for p in own.values())
-            gamma = sum(effective[prefix + n] for n in own)
-            precisions = {} if prior is None else {n: prior[list(tensors).index(prefix + n)].item() for n in own}
-            weights = [value for n, value in precisions.items() if own[n].ndim > 1] or list(precisions.values())
-            found.append(
-                {
-                    "place": place,
-                    "path": name,
-                    "kind": _kind(path),
-                    "parameters": size,
-                    "precision": max(weights, default=float("nan")),
-                    "precisions": precisions,
-                    "norm": torch.stack([p.detach().norm() for p in own.values()]).norm().item(),
-                    "effective": gamma,
-                    "normalised": gamma / size,
-                }
-            )
-        total = sum(row["normalised"] for row in found)
-        largest = max((row["normalised"] for row in found), default=0.0)
-        for row in found:
-            share = row["normalised"] / total if total else 0.0
-            rows.append(PathReport(**row, relative=share, chosen=row["normalised"] == largest))
+        found = [_describe(place, name, path, known) for name, path in pathway.paths.items()]
+        found = [row for row in found if row["parameters"]]
+        shares = [row["normalised"] for row in found]
+        comparable = None not in shares and sum(shares) > 0
+        for i, row in enumerate(found):
+            relative = shares[i] / sum(shares) if comparable else None
+            rows.append(PathReport(**row, relative=relative, chosen=comparable and i == shares.index(max(shares))))
     return LayerReport(rows)
+
+
+def _describe(place: str, name: str, path: nn.Module, known: dict[int, tuple[float, float | None]]) -> dict[str, Any]:
+    """Return what is known of a path on its own; ``known`` has effective parameters and prior precision by tensor."""
+    own = dict(path.named_parameters())
+    learnt = {n: p for n, p in own.items() if id(p) in known}
+    size = sum(p.numel() for p in learnt.values())
+    gamma = sum(known[id(p)][0] for p in learnt.values())
+    precisions = {n: known[id(p)][1] for n, p in learnt.items() if known[id(p)][1] is not None}
+    weights = [value for n, value in precisions.items() if own[n].ndim > 1] or list(precisions.values())
+    return {
+        "place": place,
+        "path": name,
+        "kind": _kind(path),
+        "parameters": sum(p.numel() for p in own.values()),
+        "precision": max(weights, default=None),
+        "precisions": precisions,
+        "norm": torch.stack([p.detach().norm() for p in own.values()]).norm().item() if own else 0.0,
+        "effective": gamma if learnt else None,
+        "normalised": gamma / size if learnt else None,
+    }
