@@ -69,7 +69,7 @@ def shares(report: LayerReport) -> dict[str, float]:
 found = {task: learn(task) for task in ("digit", "both")}
 for task, (report, _) in found.items():
     chosen = ", ".join(f"{place} {kind}" for place, kind in report.chosen.items())
-    print(f"\ntask {task!r}, mostly {chosen}\n{report}\n")
+    print(f"\ntask {task!r}: {chosen}\n{report}\n")
 digit, both = (shares(report) for report, _ in found.values())
 late = all(both[layer] > 2 * digit[layer] for layer in ("layer3", "layer4"))
 accuracies = " and ".join(f"{accuracy:.1%}" for _, accuracy in found.values())

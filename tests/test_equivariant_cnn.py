@@ -200,7 +200,11 @@ def test_layer_report_says_which_path_is_in_use():
     la.prior_precision = torch.tensor([1e6 if ".conv." in name else 0.1 for name in names])
     assert layer_report(la).chosen == {"0": "F-FC"}
     la.prior_precision = 2.0
-    assert layer_report(la).rows[0].precision == 2.0
+    report = layer_report(la)
+    assert report.rows[0].precision == 2.0
+    assert min(row.relative for row in report.rows) > 0.05
+    assert report.chosen == {"0": "CONV+F-FC"}
+    assert str(report).splitlines()[1].endswith("CONV+F-FC")
 
 
 def test_layer_report_needs_paths_and_a_fit():

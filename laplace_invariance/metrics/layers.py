@@ -27,6 +27,8 @@ from laplace_invariance.layers import (
     SparseLinear2d,
 )
 
+IN_USE = 0.05  # share of a layer from which on a path counts: a layer with a free path in use has no symmetry
+
 __all__ = ["LayerReport", "PathReport", "effective_parameters", "layer_report"]
 
 LABELS = {
@@ -91,7 +93,7 @@ class PathReport:
         effective: effective number of parameters; None if the path is frozen.
         normalised: that over the number of parameters.
         relative: normalised, over the sum of the paths of the layer; None if one of them is frozen, or none is in use.
-        chosen: whether this is the layer's largest.
+        chosen: whether that is 5 percent or more.
     """
 
     place: str
@@ -123,8 +125,9 @@ class LayerReport:
 
     @property
     def chosen(self) -> dict[str, str]:
-        """The kind of layer that was chosen, by place."""
-        return {row.place: row.kind for row in self.rows if row.chosen}
+        """The kind of layer that was chosen, by place: of the paths in use, such as ``"CONV"`` or ``"CONV+F-FC"``."""
+        kinds = {place: [row.kind for row in rows if row.chosen] for place, rows in self.places.items()}
+        return {place: "+".join(chosen) for place, chosen in kinds.items() if chosen}
 
     def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return all numbers, by place and path, ready for JSON."""
@@ -134,7 +137,7 @@ class LayerReport:
         cells = [
             ("place", "path", "parameters", "prior precision", "norm", "effective", "normalised", "relative", "chosen")
         ]
-        for rows in self.places.values():
+        for place, rows in self.places.items():
             for i, row in enumerate(rows):
                 cells.append(
                     (
@@ -146,7 +149,7 @@ class LayerReport:
                         "frozen" if row.effective is None else f"{row.effective:.1f}",
                         "" if row.normalised is None else f"{row.normalised:.2e}",
                         "" if row.relative is None else f"{row.relative:.1%}",
-                        row.kind if row.chosen else "",
+                        "" if i else self.chosen.get(place, ""),
                     )
                 )
         widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
@@ -193,7 +196,7 @@ def layer_report(la: ParametricLaplace) -> LayerReport:
         comparable = None not in shares and sum(shares) > 0
         for i, row in enumerate(found):
             relative = shares[i] / sum(shares) if comparable else None
-            rows.append(PathReport(**row, relative=relative, chosen=comparable and i == shares.index(max(shares))))
+            rows.append(PathReport(**row, relative=relative, chosen=comparable and relative >= IN_USE))
     return LayerReport(rows)
 
 
