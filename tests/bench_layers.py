@@ -82,13 +82,13 @@ def layer_memory(size: tuple[int, ...], formulation: str) -> float:
 
 def network_fit(width: int, factors: str, n_images: int, images: str | None) -> dict[str, float]:
     """Fit Laplace to the f_fc+conv network and differentiate its evidence in all prior precisions."""
-    import numpy as np
     import torch
     from laplace import Laplace
     from torch.utils.data import DataLoader, TensorDataset
 
+    from laplace_invariance import datasets
     from laplace_invariance.curvature import AugmentedGGN, Block, register_rule
-    from laplace_invariance.layers import SlotLinear, equivariant_cnn
+    from laplace_invariance.layers import SlotLinear, Standardise, equivariant_cnn
 
     torch.manual_seed(0)
     torch.set_num_threads(2)
@@ -105,10 +105,8 @@ def network_fit(width: int, factors: str, n_images: int, images: str | None) -> 
     if images is None:
         x, y = torch.randn(n_images, 3, 32, 32), torch.randint(10, (n_images,))
     else:
-        file = np.load(images)
-        x = torch.as_tensor(file["x_train"][:n_images]).float().div(255).movedim(-1, 1)
-        x, y = (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True), torch.as_tensor(file["y_train"])
-        y = y[:n_images].long().flatten()
+        split = datasets.load(images, n_train=n_images)
+        x, y = Standardise.of(split.x_train)(split.x_train), split.y_train
     net = equivariant_cnn("f_fc+conv", 3, 10, width)
     la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
     before, start = bench.resident(), time.perf_counter()
