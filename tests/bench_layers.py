@@ -159,7 +159,7 @@ def fit_table(n_images: int, images: str | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of which the minimum is taken")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of which the minimum is taken")
     parser.add_argument(
         "--images", type=Path, help="FILE.npz with x_train and y_train, 32 x 32 in colour; default: noise"
     )
