@@ -73,4 +73,5 @@ for task, (report, _) in found.items():
 digit, both = (shares(report) for report, _ in found.values())
 late = all(both[layer] > 2 * digit[layer] for layer in ("layer3", "layer4"))
 accuracies = " and ".join(f"{accuracy:.1%}" for _, accuracy in found.values())
-print(f"late layers use twice as much of F-FC if the quadrant counts: {late}, test accuracy {accuracies}")
+print(f"test accuracy {accuracies}")
+print(f"late layers use twice as much of F-FC if the quadrant counts: {late}")
