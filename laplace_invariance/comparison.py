@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laplace_invariance import plots
-from laplace_invariance.experiments import Experiment, Outcome, identity, learn
+from laplace_invariance.directory import identity
+from laplace_invariance.experiments import Experiment, Outcome, learn
 
 __all__ = ["Comparison", "compare"]
 

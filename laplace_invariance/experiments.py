@@ -7,7 +7,6 @@ training images on the way.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +20,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import AffineImage
+from laplace_invariance.directory import claim, read_json, write_json
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import FixupResNet, Standardise, cnn, mlp
-from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, checkpointing, marglik_training
+from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, marglik_training
 
-__all__ = [
-    "METHODS",
-    "NETWORKS",
-    "Experiment",
-    "Outcome",
-    "accuracy",
-    "claim",
-    "draw_evidence",
-    "identity",
-    "learn",
-    "read_json",
-    "write_json",
-]
+__all__ = ["METHODS", "NETWORKS", "Experiment", "Outcome", "accuracy", "draw_evidence", "learn"]
 
 NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
@@ -212,47 +200,6 @@ def learn(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.seed)
         return _learn(experiment, out, resume, progress_bar)
-
-
-def claim(out: Path, experiment: Any, resume: bool) -> None:
-    """Refuse a directory that belongs to another experiment, or to this one if it is not resumed.
-
-    Args:
-        out: the directory.
-        experiment: a dataclass, such as :class:`Experiment`, whose fields are in ``experiment.json`` there.
-        resume: whether it is resumed.
-    """
-    path = out / "experiment.json"
-    if not path.exists():
-        return
-    if not resume:
-        raise FileExistsError(f"{path} exists; --resume (resume=True) goes on from it, another directory starts anew")
-    try:
-        found, wanted = identity(type(experiment)(**read_json(path))), identity(experiment)
-    except TypeError as error:  # fields that this kind of experiment does not have
-        raise ValueError(f"{path} is of another kind of experiment; nothing was changed") from error
-    different = [name for name in wanted if found[name] != wanted[name]]
-    if different:
-        raise ValueError(f"{path} is of another experiment: it differs in {', '.join(different)}; nothing was changed")
-
-
-def identity(experiment: Any) -> dict[str, Any]:
-    """Return what makes an experiment; not where its data are from."""
-    return {name: value for name, value in asdict(experiment).items() if name not in ("root", "download")}
-
-
-def read_json(path: Path) -> Any:
-    """Read what :func:`write_json` wrote."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; remove it to go on; nothing was changed") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a value, atomically, and the directory if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpointing.replace(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))
 
 
 def _read(path: Path, experiment: Experiment) -> Outcome:

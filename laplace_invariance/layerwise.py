@@ -20,15 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_invariance import datasets, plots
-from laplace_invariance.experiments import (
-    N_SHOWN,
-    TEST_BATCH,
-    accuracy,
-    claim,
-    draw_evidence,
-    read_json,
-    write_json,
-)
+from laplace_invariance.directory import claim, read_json, write_json
+from laplace_invariance.experiments import N_SHOWN, TEST_BATCH, accuracy, draw_evidence
 from laplace_invariance.layers import Standardise, closed_paths, equivariant_cnn
 from laplace_invariance.layers.networks import parse_kind
 from laplace_invariance.marglik import MAP, Evidence, Result, marglik_training

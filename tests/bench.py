@@ -94,7 +94,11 @@ def steps(name: str, n_samples: int) -> dict[str, Callable[[], object]]:
 
 def times(name: str, n_samples: int, rounds: int) -> dict[str, float]:
     """Return the smallest time of each step in seconds, over rounds in which all take turns."""
-    measured = steps(name, n_samples)
+    return fastest(steps(name, n_samples), rounds)
+
+
+def fastest(measured: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the smallest time of each function in seconds, over rounds in which all take turns."""
     best = dict.fromkeys(measured, float("inf"))
     for _ in range(rounds):
         for label, step in measured.items():

@@ -62,13 +62,7 @@ def layer_times(size: tuple[int, ...], rounds: int) -> dict[str, float]:
 
     steps = {formulation: factored(size, formulation) for formulation in ("factored", "block-diagonal")}
     torch.testing.assert_close(*(step() for step in steps.values()), rtol=1e-3, atol=1e-4)
-    best = dict.fromkeys(steps, float("inf"))
-    for _ in range(rounds):
-        for formulation, step in steps.items():
-            start = time.perf_counter()
-            step()
-            best[formulation] = min(best[formulation], time.perf_counter() - start)
-    return best
+    return bench.fastest(steps, rounds)
 
 
 def layer_memory(size: tuple[int, ...], formulation: str) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_invariance.curvature import check_model, kfac
+from laplace_invariance.curvature import check_model
 from laplace_invariance.curvature.rules import rules
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
@@ -110,23 +110,13 @@ def test_layer_equals_its_dense_matrix(build, shape):
 
 
 @pytest.mark.parametrize(("build", "shape"), CASES)
-def test_rule_equals_autograd(build, shape):
+def test_weights_are_shared_over_positions_and_elements(build, shape):  # that rules equal autograd is in test_rules.py
     module = build()
-    x, other = torch.randn(shape), torch.randn(shape)
-    output = module(x)
-    g = torch.randn_like(output)
-    blocks = {block.parameter: block for block in rules()[type(module)](module)}
-    assert set(blocks) == {name for name, _ in module.named_parameters()}
-    for name, parameter in module.named_parameters():
-        expected = torch.stack([
-            torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0].flatten() for i in range(2)
-        ])  # fmt: skip
-        block = blocks[name]
-        a = None if block.a is None else block.a(x)
-        torch.testing.assert_close(kfac.jacobian(a, block.g(g), 2, elementwise=block.elementwise), expected)
-        if a is not None:
-            torch.testing.assert_close(block.a(2 * x + other), 2 * a + block.a(other))
-            assert a.shape[:-1] == block.g(g).shape[:-1]
+    output = module(torch.randn(shape))
+    for block in rules()[type(module)](module):
+        if block.a is not None:
+            a, g = block.a(torch.randn(shape)), block.g(output)
+            assert a.shape[:-1] == g.shape[:-1]
             assert a.shape[1] == output.shape[2:].numel()
 
 

@@ -51,7 +51,7 @@ def _with_statistics(norm):
     return norm.eval()
 
 
-@pytest.mark.parametrize(("build", "shape"), CASES)
+@pytest.mark.parametrize(("build", "shape"), CASES + test_group.CASES)
 def test_rule_equals_autograd(build, shape):
     module = build()
     for parameter in module.parameters():
