@@ -37,6 +37,7 @@ format: $(READY)  ## format the code
 bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks.md
 	$(BIN)/python tests/bench.py --write
 	$(BIN)/python tests/bench_layers.py --write
+	$(BIN)/python tests/bench_engines.py --write
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

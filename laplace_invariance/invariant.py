@@ -25,6 +25,14 @@ def current_levels() -> Levels:
     return _levels.get()
 
 
+class SampleMean(nn.Module):
+    """The weighted mean over samples, ``[n * S, ...] -> [n, ...]``; a module, so that engines see the batch pass through it."""
+
+    def forward(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        samples = outputs.unflatten(0, (-1, len(weights)))
+        return torch.einsum("s,ns...->n...", weights.to(outputs.dtype), samples)
+
+
 class InvariantModel(nn.Module):
     """Average a network over transformations of its input: ``f(x) = sum_s w_s net(g(x, e_s; eta))``.
 
@@ -53,6 +61,9 @@ class InvariantModel(nn.Module):
             )
         self.net = net
         self.augmentation = augmentation
+        self.__dict__["mean"] = (
+            SampleMean()
+        )  # not registered: laplace takes the last module that runs for the last layer
         self.n_samples = check_n_samples(n_samples)
         self.generator = generator
 
@@ -74,8 +85,7 @@ class InvariantModel(nn.Module):
             outputs = self.net(samples.flatten(0, 1))
         finally:
             _levels.reset(token)
-        outputs = outputs.unflatten(0, (len(x), len(weights)))
-        return torch.einsum("s,ns...->n...", weights.to(outputs.dtype), outputs)
+        return self.mean(outputs, weights)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> InvariantModel:
         """Call ``fn`` on all modules, children first, as every module does; of an augmentation that name is taken."""

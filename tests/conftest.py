@@ -1,7 +1,11 @@
-"""Double precision and a fixed seed for every test."""
+"""Double precision and a fixed seed for every test; and all backends, for tests of what they have in common."""
 
 import pytest
 import torch
+
+from laplace_invariance import curvature
+
+ENGINES = ("", "Asdl", "BackPack")
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +15,13 @@ def _double_precision():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(params=[f"{engine}AugmentedGGN" for engine in ENGINES])
+def ggn_backend(request):
+    return getattr(curvature, request.param)
+
+
+@pytest.fixture(params=[f"{engine}Augmented{kind}" for kind in ("GGN", "EF") for engine in ENGINES])
+def backend(request):
+    return getattr(curvature, request.param)

@@ -147,8 +147,7 @@ def one_big_graph(model, loader, likelihood, structure):
     scale = 1.0 if likelihood == "classification" else 1 / 0.7**2
     factors = None
     for x, y in loader:
-        with differentiable():
-            trace = backend._run(model, x, create_graph=True)
+        with differentiable(), backend._run(model, x, create_graph=True) as trace:
             columns, weights = backend._columns(trace.outputs, y)
             if structure == "kron":
                 a, g = trace.averaged_inputs(), trace.averaged_gradients(columns)

@@ -1,8 +1,19 @@
 """Curvature of averaged networks, differentiable in hyperparameters: backends, rules of layers, and the matrices."""
 
+from importlib import import_module
+
+from laplace_invariance.curvature.checking import check_model
 from laplace_invariance.curvature.kron import DifferentiableKron, DifferentiableKronDecomposed, load_state_dict
 from laplace_invariance.curvature.native import AugmentedEF, AugmentedGGN
-from laplace_invariance.curvature.rules import Block, check_model, register_rule
+from laplace_invariance.curvature.rules import Block, register_rule
+
+# Engines of other packages, imported when asked for: name -> (module here, package there, what to install)
+_ENGINES = {
+    "AsdlAugmentedEF": ("asdl", "asdl", "asdfghjkl"),
+    "AsdlAugmentedGGN": ("asdl", "asdl", "asdfghjkl"),
+    "BackPackAugmentedEF": ("backpack", "backpack", "backpack-for-pytorch"),
+    "BackPackAugmentedGGN": ("backpack", "backpack", "backpack-for-pytorch"),
+}
 
 __all__ = [
     "AugmentedEF",
@@ -14,3 +25,19 @@ __all__ = [
     "load_state_dict",
     "register_rule",
 ]
+
+
+def __getattr__(name: str) -> type:
+    if name not in _ENGINES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package, distribution = _ENGINES[name]
+    try:
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != package:
+            raise
+        raise ImportError(f"{name} needs the package {package!r}: pip install {distribution}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ENGINES])

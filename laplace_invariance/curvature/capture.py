@@ -1,6 +1,7 @@
 """Run a model, keep what its layers saw, and turn gradients of their outputs into columns of curvature.
 
-Plumbing only: the layers' rules say what to do with inputs and gradients, ``kfac`` does the arithmetic.
+Plumbing only: the layers' rules say what to do with inputs and gradients, ``kfac`` does the arithmetic. Engines other than
+autograd differ in :meth:`Trace.gradients`, and in nothing else.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.rules import Block
 from laplace_invariance.invariant import Levels, current_levels
 
-__all__ = ["Call", "Layers", "Trace"]
+__all__ = ["Call", "Gradients", "Layers", "Trace"]
+
+Gradients = tuple[list[Tensor], dict[int, Tensor]]
 
 
 @dataclass
 class Call:
     """One call of a layer: what went in and out, and which samples its rows are."""
 
+    module: nn.Module
     blocks: list[tuple[int, Block]]
     x: Tensor
     output: Tensor
@@ -44,16 +48,18 @@ class Layers:
     blocks: dict[nn.Module, list[tuple[int, Block]]] = field(default_factory=dict)
     copies: bool = False
 
+    def call(self, module: nn.Module, x: Tensor, output: Tensor) -> Call:
+        """Keep a call that is being made."""
+        x = x.clone() if self.copies else x
+        return Call(module, self.blocks[module], x, output, current_levels(), (x._version, output._version))
+
     @contextmanager
     def capture(self) -> Iterator[list[Call]]:
         """Collect the calls of a forward pass."""
         calls: list[Call] = []
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor | None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            if self.copies:
-                x = x.clone()
-            calls.append(Call(self.blocks[module], x, output, current_levels(), (x._version, output._version)))
+            calls.append(self.call(module, args[0] if args else next(iter(kwargs.values())), output))
             return output.clone() if self.copies else None
 
         handles = [module.register_forward_hook(hook, with_kwargs=True) for module in self.blocks]
@@ -62,6 +68,12 @@ class Layers:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def check(self, calls: list[Call]) -> None:
+        """Complain of calls that are not as they were made; copies are kept from now on."""
+        if not self.copies and any(call.modified() for call in calls):
+            self.copies = True
+            raise RuntimeError("the model overwrote a layer's input or output in place, which it had not done before")
 
 
 class Trace:
@@ -87,18 +99,23 @@ class Trace:
         self.create_graph = create_graph
         self.batch = len(outputs)
 
-    def _backpropagate(self, column: Tensor) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Return the gradients of ``sum(outputs * column)``: of the calls' outputs, and ``[1, numel]`` of the others."""
+    def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
+        """Yield, for each column, the gradients of ``sum(outputs * column)`` in the calls' outputs and in the others."""
         tensors = [call.output for call in self.calls] + [parameter for _, parameter in self.others]
-        gradients = torch.autograd.grad(
-            self.outputs,
-            tensors,
-            column.contiguous(),
-            retain_graph=True,
-            create_graph=self.create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        for column in columns:
+            gradients = torch.autograd.grad(
+                self.outputs,
+                tensors,
+                column.contiguous(),
+                retain_graph=True,
+                create_graph=self.create_graph,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            yield self._sorted(gradients)
+
+    def _sorted(self, gradients: Sequence[Tensor]) -> Gradients:
+        """Split gradients of the calls' outputs from those of the others, by index and ``[1, numel]``."""
         n = len(self.calls)
         others = {index: g.reshape(1, -1) for (index, _), g in zip(self.others, gradients[n:], strict=True)}
         return list(gradients[:n]), others
@@ -143,8 +160,7 @@ class Trace:
         rows = [
             [(i, b, b.a(call.x)) for i, b in call.blocks if b.elementwise and b.a is not None] for call in self.calls
         ]
-        for column in columns:
-            gradients, products = self._backpropagate(column)
+        for gradients, products in self.gradients(columns):
             for call, call_rows, gradient, sums in zip(self.calls, rows, gradients, folded, strict=True):
                 sums.append(kfac.fold_gradients(gradient, call.levels))
                 for index, block, a in call_rows:  # elementwise products are exact only sample by sample
@@ -175,8 +191,7 @@ class Trace:
         """Return, by parameter, the exact gradients ``[batch, column, numel]`` of ``sum_c outputs_c column_c`` per input."""
         inputs = [[None if block.a is None else block.a(call.x) for _, block in call.blocks] for call in self.calls]
         gathered: dict[int, list[Tensor]] = {}
-        for column in columns:
-            gradients, exact = self._backpropagate(column)
+        for gradients, exact in self.gradients(columns):
             for call, call_inputs, gradient in zip(self.calls, inputs, gradients, strict=True):
                 for (index, block), a in zip(call.blocks, call_inputs, strict=True):
                     g = block.g(gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from laplace_invariance.hyper import differentiable
 
 __all__ = ["ChunkedTrace"]
 
-Run = Callable[..., Trace]  # run(create_graph=...)
+Run = Callable[..., AbstractContextManager[Trace]]  # run(create_graph=...)
 Evaluate = Callable[
     [Trace, Tensor | None], dict[int, Tensor]
 ]  # of a part's trace and a column to backpropagate, if any
@@ -27,7 +28,7 @@ class ChunkedTrace:
     and per part and column in the backward pass.
 
     Args:
-        parts: functions that run a part of the samples, each returning its :class:`Trace`.
+        parts: functions that run a part of the samples, each the context of its :class:`Trace`.
         hyper: the hyperparameters to differentiate in.
     """
 
@@ -64,14 +65,15 @@ def _term(part: Run, evaluate: Evaluate, hyper: list[Tensor], column: Tensor | N
     keys: list[int] = []
 
     def forward() -> list[Tensor]:
-        result = evaluate(part(create_graph=False), None if column is None else column.detach())
+        with part(create_graph=False) as trace:
+            result = evaluate(trace, None if column is None else column.detach())
         keys[:] = result
         return list(result.values())
 
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         leaf = [] if column is None else [column.detach().requires_grad_(column.requires_grad)]
-        with differentiable():
-            outputs = list(evaluate(part(create_graph=True), *(leaf or [None])).values())
+        with differentiable(), part(create_graph=True) as trace:
+            outputs = list(evaluate(trace, *(leaf or [None])).values())
         return pull_back_through(outputs, cotangents, [*hyper, *leaf])
 
     inputs = [*hyper, *([] if column is None else [column])]

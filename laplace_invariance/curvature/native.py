@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,11 @@ class _AugmentedCurvature(CurvatureInterface):
         """Return how many directions there will be."""
         raise NotImplementedError
 
+    @classmethod
+    def objections(cls, model: nn.Module) -> list[str]:
+        """Return what keeps the engine from running the model as a whole, for ``check_model``."""
+        return []
+
     # The interface of laplace.
 
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
@@ -121,13 +126,16 @@ class _AugmentedCurvature(CurvatureInterface):
         jacobians, outputs = [], []
         with torch.enable_grad(), fixed_draws():
             for chunk in self._chunks(x, explicit=True):
-                trace = self._run(self.model, chunk, create_graph=True) if enable_backprop else self._trace(chunk)
-                units = torch.eye(trace.outputs.shape[-1]).to(trace.outputs)
-                jacobians.append(self._jacobian(trace, [unit.expand_as(trace.outputs) for unit in units]))
-                outputs.append(trace.outputs)
+                run = self._run(self.model, chunk, create_graph=True) if enable_backprop else self._trace(chunk)
+                with run as trace:
+                    units = torch.eye(trace.outputs.shape[-1]).to(trace.outputs)
+                    jacobians.append(self._jacobian(trace, [unit.expand_as(trace.outputs) for unit in units]))
+                    outputs.append(trace.outputs)
                 if not enable_backprop:
                     jacobians[-1], outputs[-1] = jacobians[-1].detach(), outputs[-1].detach()
         return torch.cat(jacobians), torch.cat(outputs)
+
+    functorch_jacobians = jacobians  # what laplace asks for when "asdl" is part of a backend's name
 
     def last_layer_jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return Jacobians of the last layer and outputs; features alone would not do, there are several per input."""
@@ -140,10 +148,10 @@ class _AugmentedCurvature(CurvatureInterface):
         gradients, loss = [], torch.zeros(())
         with torch.enable_grad():
             for chunk, targets in zip(chunks, self._split(y, chunks), strict=True):
-                trace = self._trace(chunk)
-                column = self._loss_gradient(trace.outputs, targets).detach()
-                gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
-                loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
+                with self._trace(chunk) as trace:
+                    column = self._loss_gradient(trace.outputs, targets).detach()
+                    gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
+                    loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
         return torch.cat(gradients), loss
 
     # Curvature of one chunk.
@@ -188,12 +196,12 @@ class _AugmentedCurvature(CurvatureInterface):
         weights_then = self._fingerprint()
 
         def outputs(chunk: Any, y: Tensor, create_graph: bool) -> list[Tensor]:
-            trace = self._trace(chunk, create_graph)
-            if self.likelihood == Likelihood.REGRESSION and y.shape != trace.outputs.shape:
-                raise ValueError(
-                    f"targets {list(y.shape)} must have the shape of the outputs {list(trace.outputs.shape)}"
-                )
-            return [self.factor * self.lossfunc(trace.outputs, y), *curvature(trace, y)]
+            with self._trace(chunk, create_graph) as trace:
+                if self.likelihood == Likelihood.REGRESSION and y.shape != trace.outputs.shape:
+                    raise ValueError(
+                        f"targets {list(y.shape)} must have the shape of the outputs {list(trace.outputs.shape)}"
+                    )
+                return [self.factor * self.lossfunc(trace.outputs, y), *curvature(trace, y)]
 
         def evaluate() -> list[Tensor]:
             totals: list[Tensor] = []
@@ -236,24 +244,34 @@ class _AugmentedCurvature(CurvatureInterface):
     def _hyperparameters(self) -> list[Tensor]:
         return [tensor for tensor in hyperparameters(self.model) if tensor.requires_grad]
 
-    def _trace(self, x: Any, create_graph: bool = False) -> AnyTrace:
+    def _trace(self, x: Any, create_graph: bool = False) -> AbstractContextManager[AnyTrace]:
         """Run the model on a chunk; if even one input has more samples than a chunk has rows, in parts."""
         size = self.chunk_size
         if size is not None and self._invariant_models() == [self.model] and self._samples() > size:
             draws = self.model.draw(len(x))
             parts = [slice(start, start + size) for start in range(0, draws.shape[1], size)]
             runs = [partial(self._run, partial(self.model.average, draws=draws, part=part), x) for part in parts]
-            return ChunkedTrace(runs, self._hyperparameters())
+            return nullcontext(ChunkedTrace(runs, self._hyperparameters()))
         return self._run(self.model, x, create_graph)
 
-    def _run(self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool = False) -> Trace:
-        matched = self._match
-        with matched.layers.capture() as calls:
+    def _run(
+        self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool = False
+    ) -> AbstractContextManager[Trace]:
+        """Run the model forward: by the engine, or by autograd to differentiate; its gradients are to be had inside."""
+        if create_graph or is_differentiable():
+            return self._by_autograd(forward, x, create_graph)
+        return self._by_engine(forward, x)
+
+    def _by_engine(self, forward: Callable[[Any], Tensor], x: Any) -> AbstractContextManager[Trace]:
+        return self._by_autograd(forward, x, create_graph=False)
+
+    @contextmanager
+    def _by_autograd(self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool) -> Iterator[Trace]:
+        layers = self._match.layers
+        with layers.capture() as calls:
             outputs = forward(x)
-        if not matched.layers.copies and any(call.modified() for call in calls):
-            matched.layers.copies = True
-            raise RuntimeError("the model overwrote a layer's input or output in place, which it had not done before")
-        return Trace(outputs, calls, matched.others, create_graph)
+        layers.check(calls)
+        yield Trace(outputs, calls, self._match.others, create_graph)
 
     def _samples(self) -> int:
         """Return the number of rows that one input becomes."""
