@@ -82,8 +82,8 @@ def main() -> None:
         stock.append([label, *ratios])
     text = "\n\n".join(
         [
-            f"Two threads, batch {BATCH}, minimum of {arguments.rounds} rounds, as a multiple of the native engine; peak memory above "
-            "the start.",
+            f"Two threads, batch {BATCH}, minimum of {arguments.rounds} rounds, as a multiple of the native engine; peak memory "
+            "above the start.",
             table(header, timed + sized),
             "Kronecker curvature of the plain network, without samples, as a multiple of the native engine:",
             table(["GGN kron", *plain], stock),
