@@ -204,6 +204,18 @@ def test_engines_agree_on_other_networks(engine, name, samples, likelihood):
         assert_agree(actual[1], expected[1])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_agree_on_learnt_weights_of_samples(engine):
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+    model = li.InvariantModel(net, li.FiniteGroup("quarter_turns", init=0.4))
+    x, y = torch.randn(4, 1, 3, 3), torch.randint(3, (4,))
+    for kind, structure in itertools.product(KINDS, STRUCTURES):
+        actual = curvature_of(backend(engine, kind), model, x, y, structure)
+        expected = curvature_of(backend("", kind), model, x, y, structure)
+        assert_agree(actual[0], expected[0])
+        assert_agree(actual[1], expected[1])
+
+
 def test_every_derivative_of_backpack_is_tested():
     assert set(DERIVATIVES) - {type(module) for module in every_derivative()} == {
         type(li.InvariantModel(Residual(), Stretch()).mean)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -72,16 +72,13 @@ def _for_layers_with_rules(layers: Layers) -> Iterator[None]:
 @contextmanager
 def _operations(model: nn.Module, layers: Layers, calls: list[Call]) -> Iterator[list[_RuleOperation]]:
     """Put ASDL's hooks in place."""
-    with _for_layers_with_rules(layers):
-        context = core.extend(model, OP_SAVE_INPUTS, OP_SAVE_OUTGRADS)
-        operations = context.__enter__()
-    try:
-        found = [operations.get_operation(module) for module in layers.blocks]
-        for operation in found:
+    with ExitStack() as stack:
+        with _for_layers_with_rules(layers):
+            context = stack.enter_context(core.extend(model, OP_SAVE_INPUTS, OP_SAVE_OUTGRADS))
+        operations = [context.get_operation(module) for module in layers.blocks]
+        for operation in operations:
             operation.follow(layers, calls)
-        yield found
-    finally:
-        context.__exit__(None, None, None)
+        yield operations
 
 
 class _AsdlTrace(Trace):
