@@ -5,6 +5,7 @@ import functools
 import itertools
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import asdl.core
 import backpack
@@ -21,7 +22,14 @@ from laplace_invariance import curvature
 from laplace_invariance.curvature import Block, register_rule
 from laplace_invariance.curvature import rules as rules_module
 from laplace_invariance.curvature.backpack import DERIVATIVES
-from laplace_invariance.layers import FactoredLinear2d, GroupConv2d, Linear2d, ResidualPathway, SparseLinear2d
+from laplace_invariance.layers import (
+    FactoredLinear2d,
+    GroupConv2d,
+    Linear2d,
+    ResidualPathway,
+    ScalarScale,
+    SparseLinear2d,
+)
 
 ENGINES = ("Asdl", "BackPack")
 KINDS = ("GGN", "EF")
@@ -93,7 +101,8 @@ def around(case, samples):
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     x = torch.randint(11, shape) if isinstance(layer, nn.Embedding) else torch.randn(shape)
-    net = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.AdaptiveAvgPool1d(4), nn.Linear(4, 3))
+    before = [ScalarScale()] if x.is_floating_point() else []  # so that columns have to pass through the layer
+    net = nn.Sequential(*before, layer, nn.Tanh(), nn.Flatten(), nn.AdaptiveAvgPool1d(4), nn.Linear(4, 3))
     return li.InvariantModel(net, Stretch(), n_samples=samples), x, torch.tensor([0, 2])
 
 
@@ -300,12 +309,13 @@ class Fails(nn.Module):
 
 def state_of(model):
     """Everything that engines touch."""
-    hooks = [(len(m._forward_hooks), len(m._backward_hooks)) for m in model.modules()]
-    names = [sorted(set(m.__dict__) - {"_backward_hooks", "_is_full_backward_hook"}) for m in model.modules()]
+    modules = [*model.modules(), model.mean]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules]
+    attributes = [(sorted(m.__dict__), m._is_full_backward_hook) for m in modules]
     parameters = [sorted(p.__dict__) for p in model.parameters()]
     asdl_names = {name: value for name, value in vars(asdl.core).items() if not name.startswith("__")}
     context = backpack.context.CTX
-    return hooks, names, parameters, asdl_names, context.get_active_exts(), list(context.hook_handles)
+    return hooks, attributes, parameters, asdl_names, context.get_active_exts(), list(context.hook_handles)
 
 
 @pytest.mark.parametrize("where", [None, "forward", "backward"])
@@ -325,15 +335,41 @@ def test_engines_leave_everything_as_it_was(engine, where):
         before = state_of(model)
         for structure in STRUCTURES:
             with pytest.raises(ArithmeticError, match="on purpose"):
-                getattr(engine_backend, structure)(x, y, N=4) if structure == "kron" else getattr(
-                    engine_backend, structure
-                )(x, y)
+                getattr(engine_backend, structure)(x, y, N=4)
             assert state_of(model) == before
     copy.deepcopy(model)
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(["Asdl", "BackPack", ""])))
+def test_engines_take_turns_on_one_model(order):
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(4, 5), torch.randint(3, (4,))
+    results = [backend(engine, "GGN")(net, "classification").full(x, y)[1] for engine in order]
+    assert_agree(results[1:], results[:1] * 2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_run_in_threads(engine):
+    nets = [nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(2)]
+    x, y = torch.randn(4, 5), torch.randint(3, (4,))
+    expected = [backend("", "GGN")(net, "classification").full(x, y)[1] for net in nets]
+
+    def often(net):
+        return [backend(engine, "GGN")(net, "classification").full(x, y)[1] for _ in range(30)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(often, nets))
+    finally:
+        sys.setswitchinterval(interval)
+    for found, one in zip(results, expected, strict=True):
+        assert_agree(found, [one] * 30)
+
+
 def test_asdl_is_as_it_was_when_it_cannot_be_entered(monkeypatch):
-    model = nn.Sequential(nn.Linear(5, 3))
+    model = li.InvariantModel(nn.Linear(5, 3), Stretch(), n_samples=2)
     before = state_of(model)
     from laplace_invariance.curvature import asdl as engine
 
@@ -376,21 +412,164 @@ def test_backpack_works_on_a_model_that_someone_extended():
         backpack.context.CTX.remove_hooks()
 
 
-def test_backpack_says_what_it_cannot_follow():
-    class Named(nn.Module):
+def test_asdl_says_what_it_cannot_see():
+    class Keyword(nn.Module):
         def __init__(self):
             super().__init__()
-            self.output = nn.Linear(5, 3)
+            self.linear = nn.Linear(5, 3)
 
         def forward(self, x):
-            return self.output(x)
+            return self.linear(input=x)
 
     x, y = torch.randn(4, 5), torch.randint(3, (4,))
-    net = Named()
-    with pytest.raises(ValueError, match=r"Named receives and returns .* but it has 'output' already"):
-        backend("BackPack", "GGN")(net, "classification").kron(x, y, N=4)
-    assert isinstance(net.output, nn.Linear)
-    assert "it has 'output' already" in str(curvature.check_model(net, backend("BackPack", "GGN")))
+    with pytest.raises(NotImplementedError, match="what Linear receives by keyword"):
+        backend("Asdl", "GGN")(Keyword(), "classification").kron(x, y, N=4)
+    net = nn.Sequential(nn.Linear(5, 3), Silent())
+    with pytest.raises(NotImplementedError, match="ASDL found no gradient"):
+        backend("Asdl", "GGN")(net, "classification").kron(x, y, N=4)
+    net = nn.Sequential(nn.Linear(5, 3))
+    net[0].register_full_backward_hook(lambda module, g_inp, g_out: None).remove()
+    backend("Asdl", "GGN")(net, "classification").kron(x, y, N=4)
+    net[0].register_full_backward_hook(lambda module, g_inp, g_out: None)
+    with pytest.raises(NotImplementedError, match="full backward hooks"):
+        backend("Asdl", "GGN")(net, "classification").kron(x, y, N=4)
+
+
+class Silent(nn.Module):
+    """Has no gradient, but does not say so."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return None
+
+    def forward(self, x):
+        return self.Function.apply(x)
+
+
+class Named(nn.Module):
+    """Names that BackPACK uses for what modules receive and return."""
+
+    def __init__(self):
+        super().__init__()
+        self.input0, self.input1, self.output = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.output(torch.tanh(self.input1(torch.tanh(self.input0(x)))))
+
+
+class Apart(nn.Module):
+    """Cuts the graph."""
+
+    def forward(self, x):
+        return x.detach()
+
+
+class Held(nn.Module):
+    """Calls a layer that is registered elsewhere."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.held = [layer]
+
+    def forward(self, x):
+        return self.held[0](x)
+
+
+class Doubles(nn.Module):
+    """Overwrites its input."""
+
+    def forward(self, x):
+        return torch.relu(x.mul_(2))
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x**2
+
+
+class Join(nn.Module):
+    def forward(self, pair):
+        return pair[0] * pair[1]
+
+
+class Shares(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+
+def shared_by_blocks():
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(Shares(layer), Shares(layer), nn.Linear(5, 3))
+
+
+def held(first):
+    layer = nn.Linear(5, 5)
+    members = (layer, nn.Tanh(), Held(layer)) if first else (Held(layer), nn.Tanh(), layer)
+    return nn.Sequential(*members, nn.Tanh(), nn.Linear(5, 3))
+
+
+def replaced_forward():
+    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
+    original = net[2].forward
+    net[2].forward = lambda x: original(x) + x
+    net[1].forward = torch.relu
+    return net
+
+
+def backward_hook():
+    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    net[1].register_full_backward_hook(lambda module, g_inp, g_out: (2 * g_inp[0],))
+    return net
+
+
+ODD = {
+    "names": Named,
+    "names in a chain": lambda: nn.Sequential(nn.Linear(5, 5), Named()),
+    "cut": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Apart(), nn.Linear(4, 3)),
+    "held before": lambda: held(first=False),
+    "held after": lambda: held(first=True),
+    "shared by blocks": shared_by_blocks,
+    "in place": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), Doubles(), nn.Linear(4, 3)),
+    "in place elu": lambda: nn.Sequential(nn.Linear(5, 4), nn.ELU(inplace=True), nn.Linear(4, 3)),
+    "tuple": lambda: nn.Sequential(nn.Linear(5, 4), Pair(), Join(), nn.Linear(4, 3)),
+    "replaced forward": replaced_forward,
+    "backward hook": backward_hook,
+    "unused": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Sequential(), nn.Linear(4, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_agree_on_odd_networks(engine, name):
+    net, x, y = ODD[name](), torch.randn(4, 5), torch.randint(3, (4,))
+    for structure in STRUCTURES:
+        actual = backend(engine, "GGN")(net, "classification")
+        expected = backend("", "GGN")(net, "classification")
+        results = [getattr(b, structure)(x, y, N=7)[1] for b in (actual, expected)]
+        dense = [r.to_matrix() if structure == "kron" else r for r in results]
+        assert_agree(dense[:1], dense[1:])
+        assert dense[0].abs().max() > 0
+
+
+def test_backpack_is_used_on_a_chain(monkeypatch):
+    """And autograd is not: BackPACK passes all columns through layers that it knows."""
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    model, x, y = li.InvariantModel(net, Stretch(), n_samples=3), torch.randn(4, 5), torch.randint(3, (4,))
+    engine = backend("BackPack", "GGN")(model, "classification")
+    engine.full(x, y)
+    passes, original = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: passes.append(1) or original(*args, **kwargs))
+    engine.full(x, y)
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -401,11 +580,23 @@ def test_hooks_of_others_are_part_of_the_model(engine):
     assert_agree(*(curvature_of(backend(e, "GGN"), net, x, y, "full")[0] for e in (engine, "")))
 
 
-def test_backpack_says_when_it_lost_track():
-    model = li.InvariantModel(nn.Linear(5, 3), Stretch(), n_samples=2)
-    model.register_forward_hook(lambda module, args, output: 2 * output)
-    with pytest.raises(RuntimeError, match="what SampleMean returned is not what the next module received"):
-        backend("BackPack", "GGN")(model, "classification").kron(torch.randn(4, 5), torch.randint(3, (4,)), N=4)
+def test_autograd_takes_over_when_backpack_loses_track(caplog):
+    class Copies(nn.Tanh):
+        def __call__(self, x):
+            return super().__call__(x + 0)
+
+    net, x, y = nn.Sequential(nn.Linear(5, 4), Copies(), nn.Linear(4, 3)), torch.randn(4, 5), torch.randint(3, (4,))
+    with caplog.at_level("INFO", logger="laplace_invariance"):
+        actual = backend("BackPack", "GGN")(net, "classification").full(x, y)[1]
+    assert "BackPACK lost track" in caplog.text
+    assert_agree([actual], [backend("", "GGN")(net, "classification").full(x, y)[1]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_class_is_refused(kind):
+    for engine in ("", *ENGINES):
+        with pytest.raises(ValueError, match="at least two classes"):
+            backend(engine, kind)(nn.Linear(5, 1), "classification").diag(torch.randn(4, 5), torch.zeros(4).long())
 
 
 def test_engines_are_optional():

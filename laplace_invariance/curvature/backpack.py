@@ -1,21 +1,20 @@
-"""BackPACK as the engine: all columns at once, passed back from module to module by its derivatives.
+"""BackPACK as the engine: columns are passed back from module to module, all at once where it knows the derivative.
 
 A *link* is a module that takes the batch from its predecessor and hands it to its successor: the members of an
 ``nn.Sequential``, and the mean over samples of an ``InvariantModel``. Columns go back through a link by BackPACK's derivatives
-where it has them, and by autograd elsewhere, also through a whole block or network of one's own, which is then a single link.
-Layers are known by their rules, as in every engine.
+where it has them, and by autograd elsewhere, through a whole block or network of one's own if need be. Where there is no such
+chain, or it was lost, autograd does it all. Layers are known by their rules, as in every engine.
 """
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import add
 from typing import Any
 
 import torch
-from backpack import backpack, hook_run_extensions, hook_store_io, memory_cleanup
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv1d import Conv1DDerivatives
@@ -30,15 +29,19 @@ from backpack.core.derivatives.relu import ReLUDerivatives
 from backpack.core.derivatives.selu import SELUDerivatives
 from backpack.core.derivatives.sigmoid import SigmoidDerivatives
 from backpack.core.derivatives.tanh import TanhDerivatives
-from backpack.extensions.backprop_extension import FAIL_SILENT, BackpropExtension
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from laplace_invariance.curvature.capture import Call, Gradients, Trace
 from laplace_invariance.curvature.native import AugmentedEF, AugmentedGGN
 from laplace_invariance.invariant import InvariantModel, SampleMean
 
 __all__ = ["BackPackAugmentedEF", "BackPackAugmentedGGN"]
+
+logger = logging.getLogger(__name__)
 
 
 class _SampleMeanDerivatives(BaseDerivatives):
@@ -74,167 +77,194 @@ def _derivatives(module: nn.Module) -> BaseDerivatives | None:
     usual = (
         getattr(module, "padding_mode", "zeros") == "zeros"
         and not isinstance(getattr(module, "padding", 0), str)
-        and not getattr(module, "ceil_mode", False)
         and getattr(module, "affine", True)
+        and "forward" not in vars(module)
     )
     return DERIVATIVES.get(type(module)) if usual else None
+
+
+class _Link:
+    """A module as BackPACK sees it, with what it received and returned, which is thereby kept off the module itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.n_calls = 0
+        self.inside: list[Call] = []  # calls of layers made by the module, or its own
+        self.extension: _Columns | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def follow(self, calls: list[Call]) -> list[RemovableHandle]:
+        """Put hooks on the module; ``calls`` is where those of layers appear."""
+        start = 0
+
+        def before(module: nn.Module, args: tuple) -> None:
+            nonlocal start
+            start = len(calls)
+            self.n_calls += 1
+            for i, argument in enumerate(args):
+                setattr(self, f"input{i}", argument)
+            self._entered = getattr(self.input0, "_version", None)
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            self.output = output
+            self.inside = calls[start:]
+            self._left = getattr(output, "_version", None)
+            if isinstance(output, Tensor) and output.requires_grad:
+                self._handle = output.register_hook(self.run)
+
+        return [self.module.register_forward_pre_hook(before), self.module.register_forward_hook(after)]
+
+    def run(self, gradient: Tensor) -> None:
+        if self.extension is not None:
+            self.extension(self, (None,), (gradient,))
+
+    def regular(self) -> bool:
+        """Tell whether the module was called once, with tensors that nothing overwrote in place."""
+        if self.n_calls != 1 or not isinstance(self.input0, Tensor) or not isinstance(self.output, Tensor):
+            return False
+        return (self.input0._version, self.output._version) == (self._entered, self._left)
+
+    def release(self) -> None:
+        """Let go of the tensors, which otherwise keep each other alive through the hook."""
+        if "_handle" in vars(self):
+            self._handle.remove()
+        for name in set(vars(self)) - {"module", "extension"}:
+            delattr(self, name)
 
 
 class _Pass(ModuleExtension):
     """Pass columns back through any link, and keep those that arrive at layers with a rule."""
 
-    def __call__(self, extension: _Columns, module: nn.Module, g_inp: tuple, g_out: tuple) -> None:
-        if module not in extension.links:  # inside a link, and extended by someone else
+    def __call__(self, extension: _Columns, link: _Link, g_inp: tuple, g_out: tuple) -> None:
+        wanted = extension.pending.pop(link, None)
+        columns = extension.saved_quantities.retrieve_quantity(link.output.data_ptr(), delete_old=True)
+        if wanted is None or columns is None:  # a part of the graph that is walked through again, or cut off
             return
-        wanted = extension.links.pop(module)
-        columns = extension.saved_quantities.retrieve_quantity(module.output.data_ptr(), delete_old=True)
-        if columns is None:
-            raise RuntimeError(
-                f"what {type(module).__name__} returned is not what the next module received, so BackPACK lost track of it; "
-                "AugmentedGGN and AugmentedEF do not need to follow it"
-            )
-        x = module.input0
-        onward = [x] if isinstance(x, Tensor) and x.requires_grad else []
-        derivatives = _derivatives(module)
-        if derivatives is None or any(isinstance(tensor, nn.Parameter) for tensor in wanted):
-            extension.found |= _by_autograd(module.output, columns, [*wanted, *onward])
-            passed = extension.found.pop(id(x), None)
+        x = link.input0
+        derivatives = _derivatives(link.module)
+        if derivatives is None:
+            gradients = _by_autograd(link.output, columns, [*wanted, x] if x.requires_grad else wanted)
+            extension.found |= {id(tensor): g for tensor, g in zip(wanted, gradients, strict=False)}
+            passed = gradients[-1] if x.requires_grad else None
         else:
             extension.found |= {id(tensor): columns for tensor in wanted}
-            passed = derivatives.jac_t_mat_prod(module, g_inp, g_out, columns) if onward else None
-        if onward:
+            passed = derivatives.jac_t_mat_prod(link, g_inp, g_out, columns) if x.requires_grad else None
+        if passed is not None:
             extension.saved_quantities.save_quantity(x.data_ptr(), passed, add)
 
 
-def _by_autograd(output: Tensor, columns: Tensor, tensors: list[Tensor]) -> dict[int, Tensor]:
-    """Return the gradients of ``sum(output * column)`` for each column, ``[column, ...]`` by ``id`` of the tensor."""
+def _by_autograd(output: Tensor, columns: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the gradients ``[column, ...]`` of ``sum(output * column)`` in each tensor."""
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     rows = [torch.autograd.grad(output, tensors, column, **options) for column in columns] if tensors else []
-    return {id(tensor): torch.stack(row) for tensor, row in zip(tensors, zip(*rows, strict=True), strict=False)}
+    return [torch.stack(row) for row in zip(*rows, strict=True)]
 
 
 class _Columns(BackpropExtension):
-    """The columns that BackPACK passes back, and what of them was found at the layers.
+    """The columns that are passed back, and what of them was found at the layers.
 
     Args:
-        links: what gradients are wanted of in each link, outputs of calls and parameters without a rule.
+        columns: at the outputs of the last link.
+        outputs: these outputs.
+        links: the outputs of calls inside each link, whose gradients are wanted.
     """
 
-    def __init__(self, links: dict[nn.Module, list[Tensor]]) -> None:
-        super().__init__("laplace_invariance", {}, fail_mode=FAIL_SILENT)
-        self.links = links
+    def __init__(self, columns: Tensor, outputs: Tensor, links: dict[_Link, list[Tensor]]) -> None:
+        super().__init__("laplace_invariance", {})
+        self.set_module_extension(_Link, _Pass())
+        self.saved_quantities.save_quantity(outputs.data_ptr(), columns, add)
+        self.pending = dict(links)
         self.found: dict[int, Tensor] = {}
-        for kind in {type(link) for link in links}:
-            self.set_module_extension(kind, _Pass())
 
     def expects_backpropagation_quantities(self) -> bool:
         return True
 
 
 class _BackPackTrace(Trace):
-    def __init__(
-        self,
-        outputs: Tensor,
-        calls: list[Call],
-        others: Sequence[tuple[int, Tensor]],
-        links: Sequence[nn.Module],
-    ) -> None:
-        super().__init__(outputs, calls, others)
-        self._links = links
-        # BackPACK's hooks run where autograd passes, so it is asked for the parameters that it reaches last.
-        parameters = ([p for p in link.parameters() if p.requires_grad] for link in links)
-        self._reached = next(filter(None, parameters))
+    def __init__(self, outputs: Tensor, calls: list[Call], links: Sequence[_Link]) -> None:
+        super().__init__(outputs, calls)
+        self._links = {link: [call.output for call in link.inside] for link in links}
 
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
-        inside = {link: set(link.modules()) for link in self._links}
-        links = {link: [call.output for call in self.calls if call.module in inside[link]] for link in self._links}
-        others = [parameter for _, parameter in self.others]
-        links[self._links[0]] += others  # if there are any, the network is one link
-        extension = _Columns(links)
-        extension.saved_quantities.save_quantity(self.outputs.data_ptr(), torch.stack(list(columns)), add)
-        with backpack(extension, retain_graph=True), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")  # where inputs need no gradient
-            torch.autograd.grad(self.outputs.sum(), self._reached, retain_graph=True, allow_unused=True)
-        tensors = [*(call.output for call in self.calls), *others]
+        tensors = [call.output for call in self.calls]
+        found = self._pass_back(torch.stack(list(columns)), tensors)
+        if found is None:
+            logger.info("BackPACK lost track of the batch between two modules; autograd takes over")
+            yield from super().gradients(columns)
+            return
         for k, _ in enumerate(columns):
-            yield self._sorted(
-                [extension.found[id(t)][k] if id(t) in extension.found else torch.zeros_like(t) for t in tensors]
-            )
+            yield [found[id(t)][k] if id(t) in found else torch.zeros_like(t) for t in tensors], {}
+
+    def _pass_back(self, columns: Tensor, tensors: list[Tensor]) -> dict[int, Tensor] | None:
+        """Return the columns' gradients by ``id`` of the tensor, or None if they did not arrive wherever autograd does."""
+        extension = _Columns(columns, self.outputs, self._links)
+        for link in self._links:
+            link.extension = extension
+        try:
+            reached = torch.autograd.grad(self.outputs.sum(), tensors, retain_graph=True, allow_unused=True)
+        finally:
+            for link in self._links:
+                link.extension = None
+        lost = any(g is not None and id(t) not in extension.found for t, g in zip(tensors, reached, strict=True))
+        return None if lost else extension.found
 
 
-def _links(model: nn.Module, whole: bool) -> list[nn.Module]:
-    """Return the modules through which a batch passes one after the other; all of a network as one if it is to be ``whole``."""
-    if type(model) is InvariantModel:
-        return [*_links_of_network(model.net, whole), model.mean]
-    return _links_of_network(model, whole)
+def _chain(model: nn.Module) -> list[nn.Module]:
+    """Return the modules through which a batch passes one after the other."""
+    return [*_members(model.net), model.mean] if type(model) is InvariantModel else _members(model)
 
 
-def _links_of_network(net: nn.Module, whole: bool) -> list[nn.Module]:
-    links = _chain(net)
-    modules = [module for link in links for module in link.modules()]
-    repeated = len(set(modules)) < len(modules)  # BackPACK knows one call of a module
-    hooked = any(
-        module._forward_hooks or module._forward_pre_hooks for module in net.modules()
-    )  # passes who knows what
-    return [net] if whole or repeated or hooked else links
+def _members(module: nn.Module) -> list[nn.Module]:
+    return [member for child in module for member in _members(child)] if type(module) is nn.Sequential else [module]
 
 
-def _chain(module: nn.Module) -> list[nn.Module]:
-    return [link for child in module for link in _chain(child)] if type(module) is nn.Sequential else [module]
-
-
-def _clashes(links: Sequence[nn.Module]) -> list[str]:
-    """Say which modules have attributes of their own where BackPACK keeps what they receive and return."""
-    found = []
-    for link in links:
-        taken = " and ".join(repr(name) for name in ("input0", "output") if hasattr(link, name))
-        if taken and not getattr(link, "_backpack_extend", False):  # else they are BackPACK's, of an earlier pass
-            found.append(
-                f"BackPACK keeps what {type(link).__name__} receives and returns as its attributes 'input0' and 'output', but "
-                f"it has {taken} already. Rename that, or use AugmentedGGN or AugmentedEF."
-            )
-    return found
+def _hooked(model: nn.Module) -> bool:
+    """Tell whether hooks of others might replace what passes from module to module."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for module in model.modules() for name in names) or any(
+        getattr(torch_module, f"_global{name}") for name in names
+    )
 
 
 @contextmanager
-def _extended(links: Sequence[nn.Module]) -> Iterator[None]:
-    """Let BackPACK see these modules run; not in place, which its hooks do not permit."""
-    handles = [link.register_forward_hook(hook_store_io) for link in links]
-    handles += [link.register_full_backward_hook(hook_run_extensions) for link in links]
-    in_place = [link for link in links if getattr(link, "inplace", False)]
+def _following(links: Sequence[_Link], calls: list[Call]) -> Iterator[None]:
+    """Let links see their modules run; not in place, after which their input would be lost."""
+    in_place = [link.module for link in links if getattr(link.module, "inplace", False)]
+    handles = [handle for link in links for handle in link.follow(calls)]
     try:
-        for link in in_place:
-            link.inplace = False
+        for module in in_place:
+            module.inplace = False
         yield
     finally:
-        for link in in_place:
-            link.inplace = True
+        for module in in_place:
+            module.inplace = True
         for handle in handles:
             handle.remove()
 
 
 class _BackPack:
-    @classmethod
-    def objections(cls, model: nn.Module) -> list[str]:
-        return _clashes(_links(model, whole=False))
-
     @contextmanager
     def _by_engine(self, forward: Callable[[Any], Tensor], x: Any) -> Iterator[Trace]:
-        layers, others = self._match.layers, self._match.others
-        links = _links(self.model, whole=bool(others))
-        if clashes := _clashes(links):
-            raise ValueError("\n".join(clashes))
+        modules = _chain(self.model)
+        if self._match.others or _hooked(self.model) or len(set(modules)) < len(modules):
+            with super()._by_engine(forward, x) as trace:
+                yield trace
+            return
+        layers, links = self._match.layers, [_Link(module) for module in modules]
         try:
-            with (
-                layers.capture() as calls,
-                _extended(links),
-            ):  # in this order: a captured output may be replaced by a copy
-                outputs = forward(x.detach() if isinstance(x, Tensor) else x)
+            # in this order: what is captured may be replaced by a copy, which is then what the link returned
+            with layers.capture() as calls, _following(links, calls):
+                outputs = forward(x)
             layers.check(calls)
-            yield _BackPackTrace(outputs, calls, others, links)
+            if all(link.regular() for link in links):
+                yield _BackPackTrace(outputs, calls, links)
+            else:
+                yield Trace(outputs, calls)
         finally:
             for link in links:
-                memory_cleanup(link)
+                link.release()
 
 
 class BackPackAugmentedGGN(_BackPack, AugmentedGGN):

@@ -1,7 +1,7 @@
 """Run a model, keep what its layers saw, and turn gradients of their outputs into columns of curvature.
 
-Plumbing only: the layers' rules say what to do with inputs and gradients, ``kfac`` does the arithmetic. Engines other than
-autograd differ in :meth:`Trace.gradients`, and in nothing else.
+Plumbing only: the layers' rules say what to do with inputs and gradients, ``kfac`` does the arithmetic. Other engines than
+autograd keep calls in their own way and have a :meth:`Trace.gradients` of their own.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class Call:
 class Layers:
     """The layers of a model whose calls are to be captured: module -> [(index of the parameter, block), ...].
 
-    ``copies`` keeps copies of inputs and outputs, for models that overwrite them in place.
+    ``copies`` keeps copies of inputs and outputs, for models that overwrite them in place; ``keywords`` names the type of a layer
+    that was called with its input as a keyword argument, if there was one.
     """
 
     blocks: dict[nn.Module, list[tuple[int, Block]]] = field(default_factory=dict)
     copies: bool = False
+    keywords: str | None = None
 
     def call(self, module: nn.Module, x: Tensor, output: Tensor) -> Call:
         """Keep a call that is being made."""
@@ -59,6 +61,8 @@ class Layers:
         calls: list[Call] = []
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor | None:
+            if not args:
+                self.keywords = type(module).__name__
             calls.append(self.call(module, args[0] if args else next(iter(kwargs.values())), output))
             return output.clone() if self.copies else None
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from laplace.curvature import (
     AsdlHessian,
+    AsdlInterface,
     BackPackEF,
-    BackPackGGN,
+    BackPackInterface,
     CurvatureInterface,
     CurvlinopsHessian,
     CurvlinopsInterface,
+    EFInterface,
 )
 from torch import nn
 
@@ -23,12 +25,8 @@ __all__ = ["ModelReport", "check_model"]
 
 # What the backends of laplace-torch 0.3 do; tests/test_checking.py runs them to see that this is so.
 WITHOUT_KRON = (AsdlHessian, BackPackEF, CurvlinopsHessian)
-THEIR_LAYERS = (nn.Linear, nn.Conv2d)
-OF_SAMPLES = {
-    BackPackGGN: "'kron' and 'diag' fail at the mean over samples, 'full' grows with their number, without an error",
-    BackPackEF: "it has no 'kron', with samples or without",
-    CurvatureInterface: "in 'kron' every sample counts as an input of its own, which is another curvature, without an error",
-}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = {AsdlInterface: (nn.Linear, nn.Conv2d, nn.Embedding), BackPackInterface: (nn.Linear, *CONVOLUTIONS)}
 
 
 class ModelReport:
@@ -68,7 +66,7 @@ def check_model(model: nn.Module, backend: type[CurvatureInterface] = AugmentedG
     Args:
         model: any module.
         backend: the class that will be handed to ``laplace``; of one that is not ours, what it cannot do with samples and with
-            layers beyond ``nn.Linear`` and ``nn.Conv2d``, which it may compute wrongly without saying so.
+            layers that it does not know, which it may compute wrongly without saying so.
     """
     if not (isinstance(backend, type) and issubclass(backend, CurvatureInterface)):
         raise TypeError(f"backend must be a class of curvature backends, such as AugmentedGGN; got {backend!r}")
@@ -77,7 +75,7 @@ def check_model(model: nn.Module, backend: type[CurvatureInterface] = AugmentedG
     try:
         rows = coverage(model)
         if issubclass(backend, AugmentedGGN | AugmentedEF):
-            return ModelReport(rows, backend.objections(model))
+            return ModelReport(rows, [])
         return ModelReport([_as_seen_by(backend, row) for row in rows], _objections(backend, model))
     finally:
         for module, training in modes:
@@ -86,15 +84,26 @@ def check_model(model: nn.Module, backend: type[CurvatureInterface] = AugmentedG
 
 def _as_seen_by(backend: type[CurvatureInterface], row: Coverage) -> Coverage:
     """Return what laplace's own backend will do with a parameter."""
+    name, ours = backend.__name__, _ours(backend).__name__
+    known = next((layers for kind, layers in LAYERS.items() if issubclass(backend, kind)), (nn.Linear, nn.Conv2d))
+    kinds = [type(module) for _, module in row.modules]
     reason = None
     if issubclass(backend, WITHOUT_KRON):
-        reason = f"{backend.__name__} has no Kronecker curvature"
-    elif any(type(module) not in THEIR_LAYERS for _, module in row.modules):
-        known = " and ".join(f"nn.{layer.__name__}" for layer in THEIR_LAYERS)
-        reason = f"{backend.__name__} knows {known} only, {_ours(backend)} more"
+        reason = f"{name} has no Kronecker curvature"
+    elif any(kind not in known for kind in kinds):
+        reason = f"{name} does not know {kinds[0].__name__}; {ours} {'does' if row.supported else 'does not either'}"
     elif not issubclass(backend, CurvlinopsInterface) and any(getattr(m, "groups", 1) > 1 for _, m in row.modules):
-        reason = f"{backend.__name__} does not know groups of channels, {_ours(backend)} does"
+        reason = f"{name} does not know groups of channels, {ours} does"
     return replace(row, reason=reason)
+
+
+def _of_samples(backend: type[CurvatureInterface]) -> str:
+    """Say what laplace's own backend does with an InvariantModel."""
+    if issubclass(backend, WITHOUT_KRON):
+        return "it has no 'kron', with samples or without"
+    if issubclass(backend, BackPackInterface):
+        return "'kron' and 'diag' fail at the mean over samples, 'full' grows with their number, without an error"
+    return "in 'kron' every sample counts as an input of its own, which is another curvature, without an error"
 
 
 def _objections(backend: type[CurvatureInterface], model: nn.Module) -> list[str]:
@@ -102,17 +111,18 @@ def _objections(backend: type[CurvatureInterface], model: nn.Module) -> list[str
     found = []
     for path, module in model.named_modules():
         if isinstance(module, InvariantModel):
-            does = next(text for kind, text in OF_SAMPLES.items() if issubclass(backend, kind))
             where = f"{path} is an InvariantModel" if path else "the model is an InvariantModel"
-            found.append(f"{where}, which {backend.__name__} does not know: {does}. Use {_ours(backend)}.")
+            found.append(
+                f"{where}, which {backend.__name__} does not know: {_of_samples(backend)}. Use {_ours(backend).__name__}."
+            )
     names = [name for name, tensor in named_hyperparameters(model) if tensor.requires_grad]
     if names:
         found.append(
             f"{backend.__name__} gives no gradient with respect to {', '.join(names)}, so these are not learnt. "
-            f"Use {_ours(backend)}."
+            f"Use {_ours(backend).__name__}."
         )
     return found
 
 
-def _ours(backend: type[CurvatureInterface]) -> str:
-    return "AugmentedEF" if backend.__name__.endswith("EF") else "AugmentedGGN"
+def _ours(backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
+    return AugmentedEF if issubclass(backend, EFInterface) else AugmentedGGN

@@ -69,11 +69,6 @@ class _AugmentedCurvature(CurvatureInterface):
         """Return how many directions there will be."""
         raise NotImplementedError
 
-    @classmethod
-    def objections(cls, model: nn.Module) -> list[str]:
-        """Return what keeps the engine from running the model as a whole, for ``check_model``."""
-        return []
-
     # The interface of laplace.
 
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
@@ -305,6 +300,10 @@ class _AugmentedCurvature(CurvatureInterface):
                 raise ValueError("the input holds NaN or infinite values, which would make the evidence NaN as well")
         if self._match is None or self._match.n_inputs < min(2, self._batch_size(x)):
             self._match = match(self._model, self.params, self.model, _part(x, 0, 2))
+            if self.likelihood == Likelihood.CLASSIFICATION and self._match.n_outputs < 2:
+                raise ValueError(
+                    "classification needs an output for each of at least two classes, the model has one output"
+                )
         return self._match
 
 
