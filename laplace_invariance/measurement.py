@@ -305,5 +305,6 @@ def _draw(measurement: Measurement, out: Path) -> None:
     panels = figure.subplots(1, len(measurement.networks), sharey=True, squeeze=False)[0]
     for ax, (method, network) in zip(panels, measurement.networks.items(), strict=True):
         plots.spectra(network.epochs, network.spectra, ax).set_title(method)
+        ax.label_outer()
     figure.suptitle(f"{title}: reactions to small changes, and along orbits")
     figure.savefig(out / "spectra.png", dpi=120)

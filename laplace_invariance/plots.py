@@ -193,13 +193,13 @@ def evidence_terms(epochs: Sequence[float], terms: Mapping[str, Sequence[float]]
     return _legend_beside(ax)
 
 
-def invariances(report: InvarianceReport, axes: Sequence[Axes], floor: float = 1e-8) -> Sequence[Axes]:
+def invariances(report: InvarianceReport, axes: Sequence[Axes], floor: float = 1e-6) -> Sequence[Axes]:
     """Draw the three measures of invariance on logarithmic scales, saliency as 1 - similarity, one mark per data set.
 
     Args:
         report: of ``metrics.invariance_report``.
         axes: three to draw on.
-        floor: what is smaller, being rounding, is drawn there.
+        floor: what is smaller is drawn there.
     """
     names = list(report.rows)
     kinds = dict.fromkeys(where for found in report.rows.values() for where in found)
@@ -219,17 +219,20 @@ def invariances(report: InvarianceReport, axes: Sequence[Axes], floor: float = 1
     return axes
 
 
-def spectra(epochs: Sequence[float], found: Sequence[JacobianSpectrum], ax: Axes) -> Axes:
+def spectra(epochs: Sequence[float], found: Sequence[JacobianSpectrum], ax: Axes, floor: float = 1e-3) -> Axes:
     """Plot singular values of the input-output Jacobian over epochs, and the reaction along orbits, which is 0 if invariant.
 
     Args:
         epochs: where the spectra were taken.
         found: of ``metrics.SpectrumRecorder``.
         ax: to draw on.
+        floor: what is smaller is drawn there.
     """
     for i, values in enumerate(zip(*(one.singular_values for one in found), strict=True)):
-        ax.plot(epochs, values, color=COLOURS[0], lw=1, alpha=0.6, label=None if i else "singular values")
-    ax.plot(epochs, [max(one.orbit, 1e-8) for one in found], color=COLOURS[1], lw=2.2, ls="--", label="along orbits")
+        label = None if i else "singular values"
+        ax.plot(epochs, [max(value, floor) for value in values], color=COLOURS[0], lw=1, alpha=0.6, label=label)
+    orbit = [max(one.orbit, floor) for one in found]
+    ax.plot(epochs, orbit, color=COLOURS[1], lw=2.2, ls="--", label="along orbits")
     ax.set(xlabel="epoch", ylabel="change of output over change of input", yscale="log")
     ax.legend(loc="best", fontsize="small")
     return ax
