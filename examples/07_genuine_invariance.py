@@ -6,6 +6,8 @@ network has seen, their predictions, logits and saliency maps are compared. Half
 values of their Jacobians over training.
 """
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,7 +55,9 @@ figure = plots.figure((13, 4))
 for ax, (method, (_, recorder)) in zip(figure.subplots(1, 4, sharey=True), trained.items(), strict=True):
     plots.spectra(recorder.epochs, recorder.spectra, ax).set_title(method)
     ax.label_outer()
-figure.savefig("genuine_invariance.png", dpi=120)
+path = Path("demo", "genuine_invariance.png")
+path.parent.mkdir(exist_ok=True)
+figure.savefig(path, dpi=120)
 
 x_turned = turns(split.x_test)
 with torch.no_grad():

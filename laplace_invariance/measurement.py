@@ -252,9 +252,14 @@ def _measure(
         invariance=invariance_report({method: model}, data, whole, n_samples=experiment.n_samples).rows[method],
         epochs=recorder.epochs,
         spectra=recorder.spectra,
-        ranges=start.ranges() if method == "evidence" else {},
+        ranges=_learnt(start) if method == "evidence" else {},
         seconds=sum(sum(record["seconds"].values()) for record in result.history),
     )
+
+
+def _learnt(augmentation: Augmentation) -> dict[str, str]:
+    reach = augmentation.magnitudes()
+    return {name: words for name, words in augmentation.ranges().items() if reach[name] > 0}
 
 
 def _objective(experiment: MeasurementExperiment, method: str, group: Augmentation) -> Objective:

@@ -44,7 +44,7 @@ def group_convolutions():
 
 
 def images(n=7, size=5):
-    return torch.randn(n, 2, size, size)
+    return torch.randn(n, 2, size, size, dtype=torch.float64)
 
 
 def turned(x):
@@ -122,8 +122,8 @@ def test_saliency_is_turned_back():
 
 
 def test_saliency_under_interpolation_is_moved_back_by_the_transpose():
-    model, x, group = plain(), images(3), li.AffineImage(**ROTATIONS)
-    units = torch.eye(25).view(25, 1, 5, 5)
+    model, x, group = plain(9), images(3, 9), li.AffineImage(**ROTATIONS)
+    units = torch.eye(81).view(81, 1, 9, 9)
     matrices = group.apply(units, group.fixed(4)).flatten(2)  # [pixel before, draw, pixel after]
     cosines = []
     for image in x:
@@ -151,11 +151,11 @@ def test_invariant_by_construction_is_zero_zero_one_on_any_input(model, group):
     model, x = model(), images()
     group = li.FiniteGroup("quarter_turns") if group == "finite" else group
     for data in (x, 10 * x.abs()):
-        assert abs(predictive_invariance(model, data, group)) < 1e-14
+        assert 0 <= predictive_invariance(model, data, group) < 1e-14
         assert logit_invariance(model, data, group) < 1e-20
         assert saliency_invariance(model, data, group) == pytest.approx(1, abs=1e-10)
-    assert logit_invariance(model, x, "pm") > 1e-2  # flips are another matter
-    assert saliency_invariance(model, x, "pm") < 0.99
+    assert logit_invariance(model, x, "pm") > 1e-4  # flips are another matter
+    assert saliency_invariance(model, x, "pm") < 0.999
 
 
 def test_a_network_of_its_own_is_not_invariant():

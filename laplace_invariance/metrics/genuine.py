@@ -40,8 +40,8 @@ def _along(model: nn.Module, data: Data, orbit: Orbit, batch_size: int) -> tuple
     plain, moved = [], []
     with evaluation(model):
         for x in batches(data, model, max(batch_size // orbit.size, 1)):
-            plain.append(check_outputs(model(x), len(x)))
             rows = orbit.all(x).flatten(0, 1)
+            plain.append(check_outputs(model(x), len(x)))
             moved.append(check_outputs(model(rows), len(rows)).unflatten(0, (len(x), -1)))
     return torch.cat(plain), torch.cat(moved)
 
@@ -82,8 +82,8 @@ def predictive_invariance(
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return the divergence of distributions given by logarithms ``[..., classes]``."""
-    return (p.exp() * (p - q)).sum(-1)
+    """Return the divergence of distributions given by logarithms ``[..., classes]``, not negative in spite of rounding."""
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
 def logit_invariance(
@@ -130,10 +130,10 @@ def saliency_invariance(
 
 def _saliency_cosines(model: nn.Module, x: Tensor, orbit: Orbit) -> Tensor:
     """Return cosines ``[n, size]`` of the saliency at ``x`` and those along its orbit."""
+    moved = orbit.all(x)
     outputs = check_outputs(model(x), len(x))
     classes = outputs.argmax(-1, keepdim=True)
     (own,) = torch.autograd.grad(outputs.gather(1, classes).sum(), x)
-    moved = orbit.all(x)
     rows = moved.detach().flatten(0, 1).requires_grad_()
     logits = model(rows).gather(1, classes.repeat_interleave(orbit.size, 0))
     there = torch.autograd.grad(logits.sum(), rows)[0].unflatten(0, moved.shape[:2])

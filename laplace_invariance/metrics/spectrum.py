@@ -57,21 +57,21 @@ def jacobian_spectrum(
     values, reactions = [], []
     with torch.enable_grad(), evaluation(model), fixed_draws():
         for x in batches(data, model, max(batch_size // orbit.size, 1)):
+            moved = orbit.all(x)
             x = x.detach().requires_grad_()
             outputs = check_outputs(model(x), len(x))
             rows = [
                 torch.autograd.grad(column.sum(), x, retain_graph=True)[0].flatten(1) for column in outputs.unbind(1)
             ]
             values.append(torch.linalg.svdvals(torch.stack(rows, 1)))
-            reactions.append(_reactions(model, x.detach(), outputs.detach(), orbit))
+            reactions.append(_reactions(model, x.detach(), moved, outputs.detach()))
     means = [torch.cat(found).square().mean(0).sqrt() for found in (values, reactions)]
     return JacobianSpectrum(tuple(means[0].tolist()), means[1].item())
 
 
 @torch.no_grad()
-def _reactions(model: nn.Module, x: Tensor, outputs: Tensor, orbit: Orbit) -> Tensor:
+def _reactions(model: nn.Module, x: Tensor, moved: Tensor, outputs: Tensor) -> Tensor:
     """Return ``|f(g x) - f(x)| / |g x - x|`` for all inputs and transformations in one row, 0 where ``g x = x``."""
-    moved = orbit.all(x)
     change = model(moved.flatten(0, 1)).unflatten(0, moved.shape[:2]) - outputs.unsqueeze(1)
     size = (moved - x.unsqueeze(1)).flatten(2).norm(dim=-1)
     return (change.norm(dim=-1) / size.clamp_min(torch.finfo(size.dtype).tiny)).flatten()
