@@ -173,7 +173,7 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
     source = f"{', '.join(datasets.SOURCES)}, or a FILE.npz"
     parser.add_argument("--data", default=default.data, metavar="DATA", help=f"{source} (default: %(default)s)")
     parser.add_argument("--shifted", metavar="DATA", help=f"other images: {source} (default: negatives of test images)")
-    parser.add_argument("--group", default=default.group, choices=GROUPS, help="(default: %(default)s)")
+    parser.add_argument("--group", default=default.group, choices=GROUPS, help="transformations (default: %(default)s)")
     parser.add_argument(
         "--method",
         nargs="+",
