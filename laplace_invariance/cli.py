@@ -20,6 +20,8 @@ from laplace_invariance.experiments import METHODS, NETWORKS, Experiment, learn
 from laplace_invariance.layers.networks import PATHS
 from laplace_invariance.layerwise import METHODS as LAYER_METHODS
 from laplace_invariance.layerwise import TASKS, LayerExperiment, learn_layers
+from laplace_invariance.measurement import GROUPS, MeasurementExperiment, measure
+from laplace_invariance.measurement import METHODS as MEASURED
 
 __all__ = ["main"]
 
@@ -56,6 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _layer_arguments(layers)
     layers.set_defaults(run=_layers)
+    measurer = commands.add_parser(
+        "measure",
+        help="measure how invariant networks are, in and out of distribution",
+        description="Train a network in several ways that should make it invariant, and measure how invariant it is, really: on "
+        "test images, and on images of another kind.",
+    )
+    _measure_arguments(measurer)
+    measurer.set_defaults(run=_measure)
 
     demo = commands.add_parser("demo", help="run a small demonstration and save its figure")
     demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
@@ -158,6 +168,27 @@ def _layer_arguments(parser: argparse.ArgumentParser) -> None:
     _run_arguments(parser, default, many=False)
 
 
+def _measure_arguments(parser: argparse.ArgumentParser) -> None:
+    default = MeasurementExperiment()
+    source = f"{', '.join(datasets.SOURCES)}, or a FILE.npz"
+    parser.add_argument("--data", default=default.data, metavar="DATA", help=f"{source} (default: %(default)s)")
+    parser.add_argument("--shifted", metavar="DATA", help=f"other images: {source} (default: negatives of test images)")
+    parser.add_argument("--group", default=default.group, choices=GROUPS, help="transformations (default: %(default)s)")
+    parser.add_argument(
+        "--method",
+        nargs="+",
+        default=list(MEASURED),
+        choices=MEASURED,
+        metavar="METHOD",
+        help=f"{_explained(MEASURED)} (default: all)",
+    )
+    parser.add_argument("--samples", type=int, default=default.n_samples, help="rotations (default: %(default)s)")
+    parser.add_argument(
+        "--strength", type=float, default=default.strength, help="of the invariance error (default: %(default)s)"
+    )
+    _run_arguments(parser, default, many=False)
+
+
 def _explained(words: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({meaning})" for name, meaning in words.items())
 
@@ -182,7 +213,9 @@ def _data_arguments(parser: argparse.ArgumentParser, default: Experiment | Layer
     )
 
 
-def _run_arguments(parser: argparse.ArgumentParser, default: Experiment | LayerExperiment, many: bool) -> None:
+def _run_arguments(
+    parser: argparse.ArgumentParser, default: Experiment | LayerExperiment | MeasurementExperiment, many: bool
+) -> None:
     """Add how long, from how many images, and where everything is and goes."""
     parser.add_argument(
         "--epochs", type=int, default=default.n_epochs, help="epochs of training (default: %(default)s)"
@@ -264,6 +297,25 @@ def _layers(arguments: argparse.Namespace) -> None:
     )
     outcome = learn_layers(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)
     print(f"{outcome}\n{_files(arguments.out)}")
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    experiment = MeasurementExperiment(
+        data=arguments.data,
+        shifted=arguments.shifted,
+        group=arguments.group,
+        n_samples=arguments.samples,
+        n_epochs=arguments.epochs,
+        n_train=arguments.train,
+        n_test=arguments.test,
+        strength=arguments.strength,
+        seed=arguments.seed,
+        root=arguments.root,
+        download=arguments.download,
+    )
+    shown = not arguments.quiet
+    measured = measure(experiment, arguments.method, arguments.out, arguments.resume, shown, _say if shown else None)
+    print(f"{measured}\n\n{_files(arguments.out)}")
 
 
 def _files(out: Path) -> str:

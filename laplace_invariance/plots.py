@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from laplace_invariance.metrics import InvarianceReport, JacobianSpectrum
     from laplace_invariance.metrics.layers import LayerReport
 
 # matplotlib's cycle without its grey, and a dark blue
@@ -29,6 +30,7 @@ __all__ = [
     "evidence_terms",
     "figure",
     "flow",
+    "invariances",
     "layer_precisions",
     "layer_shares",
     "learnt_range",
@@ -36,6 +38,7 @@ __all__ = [
     "ranges_over_epochs",
     "samples",
     "shapes",
+    "spectra",
 ]
 
 
@@ -188,6 +191,51 @@ def evidence_terms(epochs: Sequence[float], terms: Mapping[str, Sequence[float]]
     ax.axhline(0, color="0.8", lw=0.8, zorder=0)
     ax.set(xlabel="epoch", ylabel="nats per datum")
     return _legend_beside(ax)
+
+
+def invariances(report: InvarianceReport, axes: Sequence[Axes], floor: float = 1e-6) -> Sequence[Axes]:
+    """Draw the three measures of invariance on logarithmic scales, saliency as 1 - similarity, one mark per data set.
+
+    Args:
+        report: of ``metrics.invariance_report``.
+        axes: three to draw on.
+        floor: what is smaller is drawn there.
+    """
+    names = list(report.rows)
+    kinds = dict.fromkeys(where for found in report.rows.values() for where in found)
+    for ax, measure, title in zip(
+        axes, ("predictive", "logit", "saliency"), ("predictive", "logit", "1 - saliency"), strict=True
+    ):
+        for i, where in enumerate(kinds):
+            places = [(x, report.rows[name][where]) for x, name in enumerate(names) if where in report.rows[name]]
+            values = [getattr(one, measure) for _, one in places]
+            values = [max(1 - value if measure == "saliency" else value, floor) for value in values]
+            xs = [x + 0.16 * (i - (len(kinds) - 1) / 2) for x, _ in places]
+            ax.plot(xs, values, "osD^v"[i % 5], color=COLOURS[i % len(COLOURS)], ms=8, label=where)
+        ax.set_xticks(range(len(names)), names, rotation=30, ha="right")
+        ax.set(yscale="log", title=title, xlim=(-0.5, len(names) - 0.5), ylim=(floor / 3, 10))
+        ax.grid(axis="y", color="0.9")
+    _legend_beside(axes[-1])
+    return axes
+
+
+def spectra(epochs: Sequence[float], found: Sequence[JacobianSpectrum], ax: Axes, floor: float = 1e-3) -> Axes:
+    """Plot singular values of the input-output Jacobian over epochs, and the reaction along orbits, which is 0 if invariant.
+
+    Args:
+        epochs: where the spectra were taken.
+        found: of ``metrics.SpectrumRecorder``.
+        ax: to draw on.
+        floor: what is smaller is drawn there.
+    """
+    for i, values in enumerate(zip(*(one.singular_values for one in found), strict=True)):
+        label = None if i else "singular values"
+        ax.plot(epochs, [max(value, floor) for value in values], color=COLOURS[0], lw=1, alpha=0.6, label=label)
+    orbit = [max(one.orbit, floor) for one in found]
+    ax.plot(epochs, orbit, color=COLOURS[1], lw=2.2, ls="--", label="along orbits")
+    ax.set(xlabel="epoch", ylabel="change of output over change of input", yscale="log")
+    ax.legend(loc="best", fontsize="small")
+    return ax
 
 
 @torch.no_grad()

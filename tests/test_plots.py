@@ -8,6 +8,7 @@ import torch
 
 import laplace_invariance as li
 from laplace_invariance import datasets, plots
+from laplace_invariance.metrics import Invariance, InvarianceReport, JacobianSpectrum
 from laplace_invariance.metrics.layers import LayerReport, PathReport
 
 
@@ -200,3 +201,21 @@ def test_kinds_have_the_same_colours_in_every_picture(ax, report):
         LayerReport([row for row in report.rows if row.kind == "F-FC"]), plots.figure((3, 3)).subplots()
     )
     assert {lines(axes)["F-FC"].get_color() for axes in (ax, other)} == {plots.KINDS["F-FC"]}
+
+
+def test_invariances_have_a_mark_for_each_data_set():
+    axes = plots.figure((9, 3)).subplots(1, 3)
+    here, there = Invariance(0.5, 0.25, 0.75), Invariance(0.0, 1.0, -1.0)
+    assert plots.invariances(InvarianceReport({"a": {"in": here, "out": there}, "b": {"in": here}}), axes) is axes
+    assert [list(lines(ax)["in"].get_ydata()) for ax in axes] == [[0.5, 0.5], [0.25, 0.25], [0.25, 0.25]]
+    assert [list(lines(ax)["out"].get_ydata()) for ax in axes] == [[1e-6], [1.0], [2.0]]
+    assert labels(axes[-1]) == ["in", "out"]
+    assert [text.get_text() for text in axes[0].get_xticklabels()] == ["a", "b"]
+
+
+def test_spectra_have_singular_values_and_the_orbit(ax):
+    found = [JacobianSpectrum((3.0, 2.0), 0.5), JacobianSpectrum((4.0, 1.0), 0.0)]
+    assert plots.spectra([1, 5], found, ax) is ax
+    assert [list(line.get_ydata()) for line in ax.get_lines()] == [[3.0, 4.0], [2.0, 1.0], [0.5, 1e-3]]
+    assert labels(ax) == ["singular values", "along orbits"]
+    assert ax.get_yscale() == "log"

@@ -1,6 +1,6 @@
 """Training by the marginal likelihood: weights, priors, noise and invariances together."""
 
-from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective
+from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
 from laplace_invariance.marglik.training import Result, marglik_training
 
-__all__ = ["MAP", "Augerino", "Evidence", "Objective", "Result", "marglik_training"]
+__all__ = ["MAP", "Augerino", "Evidence", "Objective", "Regularised", "Result", "marglik_training"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from laplace_invariance.augmentations.box import BoxAugmentation
 from laplace_invariance.hyper import differentiable
 
-__all__ = ["MAP", "Augerino", "Evidence", "Objective"]
+__all__ = ["MAP", "Augerino", "Evidence", "Objective", "Regularised"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -30,6 +31,9 @@ class Objective:
     def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
         """Return the mean loss of a batch, to which the prior's term is added: by default ``criterion(model(x), y)``."""
         return criterion(model(x), y)
+
+    def __repr__(self) -> str:  # a checkpoint is known by it
+        return f"{type(self).__name__}({vars(self)})"
 
 
 class Evidence(Objective):
@@ -70,3 +74,32 @@ class Augerino(Objective):
         with differentiable():
             widths = torch.cat([module.half_widths()[list(module.learnt)] for module in augmentations])
             return criterion(model(x), y) - self.strength * widths.norm()
+
+
+class Regularised(Objective):
+    """Add a penalty to the training loss of another objective, such as the error of ``metrics.InvarianceError``.
+
+    Weights follow the sum; the evidence, where it is estimated, knows nothing of the penalty.
+
+    Args:
+        penalty: called as ``penalty(model, x)`` with every batch; returns a scalar. A checkpoint knows it by its ``repr``.
+        strength: factor of the penalty.
+        objective: whose loss it is added to; None is :class:`Evidence`.
+    """
+
+    def __init__(
+        self, penalty: Callable[[nn.Module, Any], Tensor], strength: float = 1.0, objective: Objective | None = None
+    ) -> None:
+        objective = Evidence() if objective is None else objective
+        if not isinstance(objective, Objective):
+            raise TypeError(f"objective must be an instance of laplace_invariance.marglik.Objective, got {objective!r}")
+        if not callable(penalty):
+            raise TypeError(f"penalty must be callable as penalty(model, x), got {penalty!r}")
+        if not 0 <= strength < math.inf:
+            raise ValueError(f"strength must be finite and not negative, got {strength}")
+        self.penalty, self.strength, self.objective = penalty, strength, objective
+        self.estimates, self.steps_in_training = objective.estimates, objective.steps_in_training
+
+    def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
+        loss = self.objective.training_loss(model, criterion, x, y)
+        return loss + self.strength * self.penalty(model, x)

@@ -326,7 +326,7 @@ class Run:
             "groups of prior precisions": self.priors.grouping,
             "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
-            "objective": f"{type(self.objective).__name__}({vars(self.objective)})",
+            "objective": repr(self.objective),
             **self.settings,
         }
 

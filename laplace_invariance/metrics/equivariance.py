@@ -7,13 +7,13 @@ positions of ``[n, channels, height, width]``; and by moving the group as well i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from laplace_invariance.layers.group import GroupConv2d
 from laplace_invariance.layers.symmetry import NAMED, Group
+from laplace_invariance.metrics.orbits import evaluation
 
 __all__ = ["equivariance_error"]
 
@@ -60,7 +60,7 @@ def equivariance_error(
     if not groups:
         raise ValueError("equivariance_error needs at least one group, got none")
     groups = [one if one == SHIFTS else _group(one) for one in groups]
-    with torch.no_grad(), _evaluation(module):
+    with torch.no_grad(), evaluation(module):
         y = module(x)
         if y.ndim not in (2, 4, 5) or len(y) != len(x):
             raise ValueError(
@@ -94,17 +94,6 @@ def _group(group: str | Group) -> Group:
     if isinstance(group, str) and group not in NAMED:
         raise ValueError(f"there is no group {group!r}; choose from {SHIFTS}, {', '.join(NAMED)}, or give a Group")
     return Group.of(group)
-
-
-@contextmanager
-def _evaluation(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _under_group(module: nn.Module, group: Group, x: Tensor, y: Tensor, batch_size: int) -> Iterator[Tensor]:

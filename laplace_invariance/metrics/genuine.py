@@ -1,0 +1,239 @@
+"""How invariant a network is, really: its predictions, its logits, and what it looks at, along the orbits of a group.
+
+A network that classifies every turned image rightly need not be invariant: it may have learnt each turn on its own, from the
+training images, and then nothing is known of others. Three measures tell (after Moskalev et al., *On genuine invariance learning
+without weight-tying*, 2023), on any inputs, in or out of the distribution of the training images, with labels or without: they
+are 0, 0 and 1 for a network that is invariant by construction.
+
+The network is evaluated in evaluation mode, and an ``InvariantModel`` with its fixed draws, as for predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laplace_invariance.augmentations.base import check_n_samples
+from laplace_invariance.draws import fixed_draws
+from laplace_invariance.metrics.orbits import Data, GroupLike, Orbit, batches, check_outputs, evaluation
+
+__all__ = [
+    "Invariance",
+    "InvarianceError",
+    "InvarianceReport",
+    "invariance_report",
+    "logit_invariance",
+    "predictive_invariance",
+    "saliency_invariance",
+]
+
+DIVERGENCES = ("js", "kl")
+
+
+@torch.no_grad()
+def _along(model: nn.Module, data: Data, orbit: Orbit, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Return outputs at the inputs ``[n, outputs]``, and along their orbits ``[n, size, outputs]``."""
+    plain, moved = [], []
+    with evaluation(model):
+        for x in batches(data, model, max(batch_size // orbit.size, 1)):
+            rows = orbit.all(x).flatten(0, 1)
+            plain.append(check_outputs(model(x), len(x)))
+            moved.append(check_outputs(model(rows), len(rows)).unflatten(0, (len(x), -1)))
+    return torch.cat(plain), torch.cat(moved)
+
+
+def predictive_invariance(
+    model: nn.Module,
+    data: Data,
+    group: GroupLike,
+    *,
+    divergence: str = "js",
+    n_samples: int = 8,
+    batch_size: int = 512,
+) -> float:
+    """Return how far class probabilities at ``g x`` are from those at ``x``, in nats: 0 if they never change.
+
+    The mean, over inputs and transformations, of a divergence of the two distributions. That of Jensen and Shannon is symmetric
+    and at most log 2 = 0.69, so that no single overconfident image decides the mean, as it may for that of Kullback and Leibler.
+
+    Args:
+        model: maps inputs to logits ``[n, classes]``.
+        data: inputs ``[n, ...]``, or a loader of them, or of tuples whose first entries they are.
+        group: ``"p4"`` or another name, a :class:`~laplace_invariance.layers.Group` or an augmentation; the identity does not
+            count, and elements of a finite group count alike.
+        divergence: ``"js"``, or ``"kl"`` for ``KL(p(x) | p(g x))``.
+        n_samples: fixed draws of an augmentation that is not a finite group.
+        batch_size: rows to evaluate at a time.
+    """
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"unknown divergence {divergence!r}; choose from {', '.join(DIVERGENCES)}")
+    outputs, moved = _along(model, data, Orbit(group, n_samples), batch_size)
+    if outputs.shape[1] < 2:
+        raise ValueError(f"class probabilities need two logits or more, got outputs {list(outputs.shape)}")
+    p, q = outputs.log_softmax(-1).unsqueeze(1), moved.log_softmax(-1)
+    if divergence == "kl":
+        return _kl(p, q).mean().item()
+    middle = torch.logaddexp(p, q) - math.log(2)
+    return (_kl(p, middle) + _kl(q, middle)).mean().item() / 2
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return the divergence of distributions given by logarithms ``[..., classes]``, not negative in spite of rounding."""
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+
+def logit_invariance(
+    model: nn.Module, data: Data, group: GroupLike, *, n_samples: int = 8, batch_size: int = 512
+) -> float:
+    """Return ``E |f(g x) - f(x)|^2 / E |f(x') - f(x)|^2``: 0 if outputs never change, 1 if like those of another input.
+
+    The denominator has all pairs of inputs, which is twice the variance of outputs over the data. So neither scale nor offset of
+    the outputs matter, and a network is not called invariant for hardly reacting to anything.
+
+    Args:
+        model: maps inputs to ``[n, outputs]``.
+        data, group, n_samples, batch_size: as for :func:`predictive_invariance`; two inputs or more.
+    """
+    outputs, moved = _along(model, data, Orbit(group, n_samples), batch_size)
+    if len(outputs) < 2:
+        raise ValueError("logit_invariance compares with other inputs, so it needs two or more, got 1")
+    change = (moved - outputs.unsqueeze(1)).square().sum(-1).mean()
+    spread = 2 * outputs.var(0).sum()
+    return (change / spread.clamp_min(torch.finfo(spread.dtype).tiny)).item()  # a constant is invariant
+
+
+def saliency_invariance(
+    model: nn.Module, data: Data, group: GroupLike, *, n_samples: int = 8, batch_size: int = 512
+) -> float:
+    """Return how alike saliency maps at ``g x``, moved back, and at ``x`` are: 1 if it looks at the same, wherever that is.
+
+    The saliency map is the gradient, in the input, of the logit of the class that is predicted at ``x``. That at ``g x`` is moved
+    back by the transpose of ``g`` as a linear map on images, which makes it the gradient of ``f(g x)`` in ``x``: exact for turns
+    and flips, whose transpose is their inverse, and, by the chain rule, the very map that an invariant network has at ``x`` where
+    ``g`` interpolates. What leaves the image has no part in it: the cosine of the two maps has the pixels that ``g`` keeps.
+
+    Args:
+        model: maps inputs to ``[n, outputs]``, differentiable in its input.
+        data, group, n_samples, batch_size: as for :func:`predictive_invariance`.
+    """
+    orbit = Orbit(group, n_samples)
+    cosines = []
+    with torch.enable_grad(), evaluation(model), fixed_draws():
+        for x in batches(data, model, max(batch_size // orbit.size, 1)):
+            cosines.append(_saliency_cosines(model, x.detach().requires_grad_(), orbit))
+    return torch.cat(cosines).mean().item()
+
+
+def _saliency_cosines(model: nn.Module, x: Tensor, orbit: Orbit) -> Tensor:
+    """Return cosines ``[n, size]`` of the saliency at ``x`` and those along its orbit."""
+    moved = orbit.all(x)
+    outputs = check_outputs(model(x), len(x))
+    classes = outputs.argmax(-1, keepdim=True)
+    (own,) = torch.autograd.grad(outputs.gather(1, classes).sum(), x)
+    rows = moved.detach().flatten(0, 1).requires_grad_()
+    logits = model(rows).gather(1, classes.repeat_interleave(orbit.size, 0))
+    there = torch.autograd.grad(logits.sum(), rows)[0].unflatten(0, moved.shape[:2])
+    cosines = []
+    for part, map_there in zip(moved.unbind(1), there.unbind(1), strict=True):
+        (back,) = torch.autograd.grad(part, x, map_there, retain_graph=True)
+        (kept,) = torch.autograd.grad(part.sum(), x, retain_graph=True)
+        cosines.append(_cosine((own * (kept != 0)).flatten(1), back.flatten(1)))
+    return torch.stack(cosines, 1)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Return cosines ``[n]`` of rows; 1 if both are zero, 0 if one is."""
+    sizes = a.norm(dim=1), b.norm(dim=1)
+    product = sizes[0] * sizes[1]
+    return torch.where(product > 0, (a * b).sum(1) / product, (sizes[0] == sizes[1]).to(a.dtype))
+
+
+class InvarianceError:
+    """The invariance error as a penalty, ``E |f(g x) - f(x)|^2 / 2`` over a batch and random transformations.
+
+    Add it to the loss of any training loop, ``loss + strength * penalty(model, x)``, or give it to ours,
+    ``marglik_training(..., objective=Regularised(penalty, strength))``. Both inputs go through the network in one batch; an
+    ``InvariantModel`` has draws of its own for each.
+
+    Args:
+        group: as for :func:`predictive_invariance`.
+        n_samples: random transformations of each input, without the identity.
+        generator: their source; None is torch's default generator.
+    """
+
+    def __init__(self, group: GroupLike, n_samples: int = 1, generator: torch.Generator | None = None) -> None:
+        self.orbit, self.n_samples, self.generator = Orbit(group), check_n_samples(n_samples), generator
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        """Return the error, differentiable in the weights of the model, for inputs ``x`` ``[n, ...]``."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the invariance error is that of a batch of inputs, a tensor, got {type(x).__name__}")
+        rows = torch.cat([x.unsqueeze(1), self.orbit.random(x, self.n_samples, self.generator)], dim=1)
+        outputs = model(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+        return (outputs[:, 1:] - outputs[:, :1]).square().flatten(2).sum(-1).mean() / 2
+
+    def __repr__(self) -> str:  # a checkpoint is known by it
+        return f"InvarianceError({self.orbit.group!r}, n_samples={self.n_samples})"
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """All three measures of one network on one data set."""
+
+    predictive: float
+    logit: float
+    saliency: float
+
+
+@dataclass(frozen=True)
+class InvarianceReport:
+    """What :func:`invariance_report` found, by network and data set; prints as a table."""
+
+    rows: dict[str, dict[str, Invariance]]
+
+    def __str__(self) -> str:
+        cells = [("network", "data", "predictive", "logit", "saliency")]
+        for name, found in self.rows.items():
+            for i, (data, one) in enumerate(found.items()):
+                numbers = (f"{one.predictive:.1e}", f"{one.logit:.1e}", f"{one.saliency:.3f}")
+                cells.append(("" if i else name, data, *numbers))
+        widths = [max(len(line[i]) for line in cells) for i in range(5)]
+        aligned = [
+            [cell.rjust(w) if i > 1 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
+            for line in cells
+        ]
+        return "\n".join("  ".join(line) for line in aligned)
+
+    __repr__ = __str__
+
+
+def invariance_report(
+    models: Mapping[str, nn.Module],
+    data: Mapping[str, Data],
+    group: GroupLike,
+    *,
+    n_samples: int = 8,
+    batch_size: int = 512,
+) -> InvarianceReport:
+    """Measure networks on data sets, say in and out of the distribution of their training data.
+
+    Args:
+        models: by name.
+        data: by name, each as for :func:`predictive_invariance`; a loader is read three times for every network.
+        group, n_samples, batch_size: as for :func:`predictive_invariance`.
+    """
+    options = {"n_samples": n_samples, "batch_size": batch_size}
+    measures = (predictive_invariance, logit_invariance, saliency_invariance)
+    return InvarianceReport(
+        {
+            name: {
+                where: Invariance(*(measure(model, x, group, **options) for measure in measures))
+                for where, x in data.items()
+            }
+            for name, model in models.items()
+        }
+    )
