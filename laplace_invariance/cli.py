@@ -192,7 +192,7 @@ def _pair_arguments(parser: argparse.ArgumentParser) -> None:
         ("seed", default.seed, "of data, weights and batches"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=default.lr, help="step size at the start (default: %(default)s)")
+    parser.add_argument("--lr", type=float, help="step size at the start (default: 0.003, or 0.01 for selu in dft)")
     _out_arguments(parser)
 
 

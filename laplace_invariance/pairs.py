@@ -89,9 +89,9 @@ class HiddenShifts:
         return self.parts(x).gather(2, places % self.length).flatten(1)[:, self.inverse.to(x.device)]
 
     def invariants(self, x: Tensor) -> Tensor:
-        """Return the moduli of each part's Fourier transform, ``[n, n_features]``; of unit norm if vectors are rescaled."""
+        """Return the moduli of each part's Fourier transform, ``[n, n_features]``; of mean square 1 if vectors are rescaled."""
         moduli = torch.fft.fft(self.parts(x)).abs().flatten(1)
-        return F.normalize(moduli, dim=1) if self.max_factor > 1 else moduli
+        return self.n_features**0.5 * F.normalize(moduli, dim=1) if self.max_factor > 1 else moduli
 
     def orbit(self, x: Tensor) -> Tensor:
         """Return one vector ``[n_features]`` under all shifts, at the same time from the smallest factor to the largest."""
@@ -100,20 +100,22 @@ class HiddenShifts:
         return self.shifted(x.expand(len(shifts), -1), shifts) * (self.max_factor**exponents).unsqueeze(1)
 
     def pairs(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw pairs of vectors ``[n, n_features]``, and distances ``[n]`` of what they have invariant.
+        """Draw pairs of vectors ``[n, n_features]``, and distances ``[n]`` of their :meth:`invariants`.
 
         Entries are uniform in [-1, 1]. Each part of the second vector is, with probability one half, the first one's, or else
         another; then all are shifted and rescaled at random.
         """
-        x, fresh = (2 * torch.rand(n, self.n_features, generator=generator) - 1 for _ in range(2))
-        same = (torch.rand(n, self.n_parts, generator=generator) < 0.5).repeat_interleave(self.length, 1)
-        other = self.moved(torch.where(same[:, self.inverse], x, fresh), generator)
+        draws: dict[str, Any] = {"generator": generator, "device": generator.device if generator else None}
+        x, fresh = (2 * torch.rand(n, self.n_features, **draws) - 1 for _ in range(2))
+        same = (torch.rand(n, self.n_parts, **draws) < 0.5).repeat_interleave(self.length, 1)
+        other = self.moved(torch.where(same[:, self.inverse.to(x.device)], x, fresh), generator)
         return x, other, (self.invariants(x) - self.invariants(other)).norm(dim=1)
 
     def moved(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Shift and rescale each vector by draws of its own."""
-        shifts = torch.randint(self.length, (len(x), self.n_parts), generator=generator)
-        exponents = 2 * torch.rand(len(x), 1, generator=generator) - 1
+        draws: dict[str, Any] = {"generator": generator, "device": generator.device if generator else None}
+        shifts = torch.randint(self.length, (len(x), self.n_parts), **draws)
+        exponents = 2 * torch.rand(len(x), 1, **draws) - 1
         return self.shifted(x, shifts) * (self.max_factor**exponents).to(x)
 
 
@@ -140,7 +142,8 @@ class PairExperiment:
         n_test: to test on.
         n_epochs: epochs of training.
         batch_size: of training.
-        lr: step size of Adam at the start; it falls to zero along half a cosine.
+        lr: step size of Adam at the start; it falls to zero along half a cosine. None is 3e-3, or
+            1e-2 where SELU layers are taught, which is better for these there and too large elsewhere.
         weight: of the loss of the code, relative to that of the reconstruction.
         delta, alpha: of ``autoencoder.inverse_distance_loss``.
         seed: of data, weights and batches.
@@ -154,7 +157,7 @@ class PairExperiment:
     n_test: int = 10_000
     n_epochs: int = 30
     batch_size: int = 128
-    lr: float = 1e-2
+    lr: float | None = None
     weight: float = 8.0
     delta: float = 1.0
     alpha: float = 1.0
@@ -162,15 +165,16 @@ class PairExperiment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "networks", tuple(self.networks))  # a list, if read from JSON
-        HiddenShifts.of(self.task, self.n_features)
         for name in ("width", "n_train", "n_test", "n_epochs", "batch_size", "lr", "weight", "delta", "alpha"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if not self.networks or len(set(self.networks)) < len(self.networks):
             raise ValueError(f"networks must be different ones, and at least one, got {list(self.networks)}")
-        for name in self.networks:
-            self.autoencoder(name)
+        with torch.random.fork_rng(devices=[]):  # what cannot be made is told at once, and no draw is used up
+            HiddenShifts.of(self.task, self.n_features)
+            for name in self.networks:
+                self.autoencoder(name)
 
     def autoencoder(self, name: str) -> InvariantAutoencoder:
         """Return a new network by its name: a third of its code is invariant, as many entries as there are features."""
@@ -269,7 +273,8 @@ def _train(
 ) -> dict[str, Any]:
     """Train a network, and return what ``PairOutcome`` keeps of it."""
     start = time.perf_counter()
-    optimizer = torch.optim.Adam(model.parameters(), lr=experiment.lr)
+    lr = 1e-2 if experiment.task == "dft" and name.startswith("selu") else 3e-3
+    optimizer = torch.optim.Adam(model.parameters(), lr=experiment.lr or lr)
     n_steps = experiment.n_epochs * math.ceil(experiment.n_train / experiment.batch_size)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
     history: list[dict[str, float]] = []
@@ -333,19 +338,22 @@ def _shown(task: str) -> tuple[str, ...]:
     return SHOWN["dft" if task == "dft" else "pairs"]
 
 
+def _error(record: dict[str, float]) -> float:
+    """Return what the figure shows: of pairs a ratio, since a code that is nearly constant is no invariant one."""
+    return record["code"] if "code" in record else record["same"] / (record["different"] or math.nan)
+
+
 def _draw(outcome: PairOutcome, path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         return
     experiment = outcome.experiment
     figure = plots.figure((12, 6))
     layout = figure.subplot_mosaic([["errors", "invariant"], ["errors", "variant"]])
-    error = "code" if experiment.task == "dft" else "same"
-    curves = {name: [record[error] for record in found["history"]] for name, found in outcome.networks.items()}
+    taught = "mean squared error of the code"
     label = (
-        "mean squared error of the code"
-        if error == "code"
-        else "squared difference of invariant codes\nof the same vector"
+        taught if experiment.task == "dft" else "squared difference of invariant codes,\nsame over different vectors"
     )
+    curves = {name: [_error(record) for record in found["history"]] for name, found in outcome.networks.items()}
     plots.errors(curves, label, layout["errors"]).set_title("test error")
     first = experiment.networks[0]
     for part, values in outcome.networks[first]["orbit"].items():

@@ -184,8 +184,9 @@ def test_order_of_the_permutation_matters():
     assert (symmetry.invariants(HiddenShifts(6).moved(x)) - symmetry.invariants(x)).abs().mean() > 0.1
 
 
-def test_two_vectors_of_one_part_are_not_the_same():
-    symmetry = HiddenShifts(6, 2)
+@pytest.mark.parametrize("order", [None, torch.tensor([4, 2, 0, 1, 5, 3])])
+def test_two_vectors_of_one_part_are_not_the_same(order):
+    symmetry = HiddenShifts(6, 2, order)
     x, other, distance = symmetry.pairs(2000)
     halves = (symmetry.invariants(x) - symmetry.invariants(other)).unflatten(1, (2, 3)).norm(dim=2) < 1e-9
     shares = [(halves.sum(1) == k).double().mean().item() for k in (0, 1, 2)]
@@ -242,12 +243,12 @@ def test_data_refuse(call, match):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished experiment: what was asked, its directory, and its outcome."""
+    """A finished experiment: what was asked, its directory, and its outcome; no draws are used up."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     out = tmp_path_factory.mktemp("pairs") / "new"
-    experiment = PairExperiment("two-part", ("rich-1", "selu-2"), **SMALL)
     state = torch.get_rng_state()
+    experiment = PairExperiment("two-part", ("rich-1", "selu-2"), **SMALL)
     outcome = learn_pairs(experiment, out)
     assert torch.equal(torch.get_rng_state(), state)
     torch.set_default_dtype(before)
@@ -325,14 +326,14 @@ def test_the_taught_code_has_three_parts():
 @pytest.mark.parametrize("task", PAIR_TASKS)
 def test_codes_become_invariant(task):
     experiment = PairExperiment(
-        task, ("rich-1",), n_features=4, width=24, n_train=4000, n_test=500, n_epochs=8, batch_size=50
+        task, ("rich-1",), n_features=4, width=24, n_train=4000, n_test=500, n_epochs=8, batch_size=50, lr=1e-2
     )
     outcome = learn_pairs(experiment)
     errors = outcome.errors("rich-1")
     assert errors["same"] < 0.05 * errors["different"]
-    assert errors["reconstruction"] < 0.03
+    assert errors["reconstruction"] < 0.01
     orbit = {part: torch.tensor(values) for part, values in outcome.networks["rich-1"]["orbit"].items()}
-    assert orbit["invariant"].std(0).mean() < 0.3 * orbit["variant"].std(0).mean()
+    assert orbit["invariant"].std(0).mean() < 0.5 * orbit["variant"].std(0).mean()
 
 
 @pytest.mark.parametrize(
