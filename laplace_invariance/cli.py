@@ -192,6 +192,7 @@ def _pair_arguments(parser: argparse.ArgumentParser) -> None:
         ("seed", default.seed, "of data, weights and batches"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--width", type=int, metavar="N", help="linear units per layer (default: 8 for each feature)")
     parser.add_argument("--lr", type=float, help="step size at the start (default: 0.003, or 0.01 for selu in dft)")
     _out_arguments(parser)
 
@@ -313,6 +314,7 @@ def _pairs(arguments: argparse.Namespace) -> None:
         task=arguments.task,
         networks=tuple(arguments.networks),
         n_features=arguments.features,
+        width=arguments.width,
         n_train=arguments.train,
         n_test=arguments.test,
         n_epochs=arguments.epochs,
