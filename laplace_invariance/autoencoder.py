@@ -132,7 +132,7 @@ class InvariantAutoencoder(nn.Module):
 
 
 def inverse_distance_loss(
-    code: Tensor, other: Tensor, distance: Tensor, delta: float = 1.0, alpha: float = 1.0
+    code: Tensor, other: Tensor, distance: Tensor, delta: float = 1.0, alpha: float = 0.3
 ) -> Tensor:
     """Return the mean over pairs of ``(1 / (delta + alpha d^2) - 1 / (delta + alpha |z - z'|^2))^2``.
 
@@ -144,7 +144,8 @@ def inverse_distance_loss(
         other: those of the other samples of the pairs, z'.
         distance: true distances d, ``[n]``, zero for two views of the same.
         delta: keeps inverses finite.
-        alpha: the unit of distances is ``sqrt(delta / alpha)``.
+        alpha: the unit of distances is ``sqrt(delta / alpha)``. It should not be far below those of different things, or all
+            that is learnt is whether two are the same.
     """
     if not (delta > 0 and alpha > 0):
         raise ValueError(f"delta and alpha must be positive, got {delta} and {alpha}")

@@ -193,6 +193,9 @@ def _pair_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--width", type=int, metavar="N", help="linear units per layer (default: 8 for each feature)")
+    parser.add_argument(
+        "--alpha", type=float, default=default.alpha, help="of squared distances in the loss (default: %(default)s)"
+    )
     parser.add_argument("--lr", type=float, help="step size at the start (default: 0.003, or 0.01 for selu in dft)")
     _out_arguments(parser)
 
@@ -319,6 +322,7 @@ def _pairs(arguments: argparse.Namespace) -> None:
         n_test=arguments.test,
         n_epochs=arguments.epochs,
         lr=arguments.lr,
+        alpha=arguments.alpha,
         seed=arguments.seed,
     )
     outcome = learn_pairs(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)

@@ -160,7 +160,7 @@ class PairExperiment:
     lr: float | None = None
     weight: float = 8.0
     delta: float = 1.0
-    alpha: float = 1.0
+    alpha: float = 0.3
     seed: int = 0
 
     def __post_init__(self) -> None:

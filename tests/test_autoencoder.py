@@ -139,7 +139,7 @@ def test_loss_has_a_gradient_where_codes_are_equal():
             r"k above n_invariant=3.*\[2, 3\]",
         ),
         (lambda: inverse_distance_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 1)), r"and \[2, 1\]"),
-        (lambda: inverse_distance_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.0), "got 0.0 and 1.0"),
+        (lambda: inverse_distance_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.0), "got 0.0 and 0.3"),
     ],
 )
 def test_networks_and_loss_refuse(call, match):
