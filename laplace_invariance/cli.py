@@ -22,6 +22,8 @@ from laplace_invariance.layerwise import METHODS as LAYER_METHODS
 from laplace_invariance.layerwise import TASKS, LayerExperiment, learn_layers
 from laplace_invariance.measurement import GROUPS, MeasurementExperiment, measure
 from laplace_invariance.measurement import METHODS as MEASURED
+from laplace_invariance.pairs import TASKS as PAIR_TASKS
+from laplace_invariance.pairs import PairExperiment, learn_pairs
 
 __all__ = ["main"]
 
@@ -66,6 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _measure_arguments(measurer)
     measurer.set_defaults(run=_measure)
+    pairs = commands.add_parser(
+        "pairs",
+        help="learn a code that ignores unknown transformations, from pairs",
+        description="Train autoencoders on pairs of vectors of which only distances are known, zero if one is the other, "
+        "transformed, and measure how far a part of their code ignores the transformation.",
+    )
+    _pair_arguments(pairs)
+    pairs.set_defaults(run=_pairs)
 
     demo = commands.add_parser("demo", help="run a small demonstration and save its figure")
     demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
@@ -189,6 +199,38 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
     _run_arguments(parser, default, many=False)
 
 
+def _pair_arguments(parser: argparse.ArgumentParser) -> None:
+    default = PairExperiment()
+    parser.add_argument(
+        "--task",
+        default=default.task,
+        choices=PAIR_TASKS,
+        metavar="TASK",
+        help=f"{_explained(PAIR_TASKS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        default=list(default.networks),
+        metavar="LAYER-DEPTH",
+        help=f"layers, rich or selu, and how many (default: {' '.join(default.networks)})",
+    )
+    for name, value, meaning in (
+        ("features", default.n_features, "size of the vectors"),
+        ("train", default.n_train, "pairs to train on"),
+        ("test", default.n_test, "pairs to test on"),
+        ("epochs", default.n_epochs, "epochs of training"),
+        ("seed", default.seed, "of data, weights and batches"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--width", type=int, metavar="N", help="linear units per layer (default: 8 for each feature)")
+    parser.add_argument(
+        "--alpha", type=float, default=default.alpha, help="of squared distances in the loss (default: %(default)s)"
+    )
+    parser.add_argument("--lr", type=float, help="step size at the start (default: 0.003, or 0.01 for selu in dft)")
+    _out_arguments(parser)
+
+
 def _explained(words: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({meaning})" for name, meaning in words.items())
 
@@ -233,6 +275,10 @@ def _run_arguments(
         "--root", default=default.root, metavar="DIR", help="of torchvision's data sets (default: %(default)s)"
     )
     parser.add_argument("--download", action="store_true", help="fetch a data set of torchvision that is not there")
+    _out_arguments(parser)
+
+
+def _out_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where everything goes")
     parser.add_argument("--resume", action="store_true", help="go on with what is in DIR")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -316,6 +362,23 @@ def _measure(arguments: argparse.Namespace) -> None:
     shown = not arguments.quiet
     measured = measure(experiment, arguments.method, arguments.out, arguments.resume, shown, _say if shown else None)
     print(f"{measured}\n\n{_files(arguments.out)}")
+
+
+def _pairs(arguments: argparse.Namespace) -> None:
+    experiment = PairExperiment(
+        task=arguments.task,
+        networks=tuple(arguments.networks),
+        n_features=arguments.features,
+        width=arguments.width,
+        n_train=arguments.train,
+        n_test=arguments.test,
+        n_epochs=arguments.epochs,
+        lr=arguments.lr,
+        alpha=arguments.alpha,
+        seed=arguments.seed,
+    )
+    outcome = learn_pairs(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)
+    print(f"{outcome}\n{_files(arguments.out)}")
 
 
 def _files(out: Path) -> str:

@@ -26,6 +26,7 @@ KINDS = {"GCONV": "C2", "CONV": "C0", "S-CONV": "C9", "F-FC": "C1", "S-FC": "C6"
 
 __all__ = [
     "accuracies",
+    "errors",
     "evidence",
     "evidence_terms",
     "figure",
@@ -34,6 +35,7 @@ __all__ = [
     "layer_precisions",
     "layer_shares",
     "learnt_range",
+    "orbit_codes",
     "probability_by_angle",
     "ranges_over_epochs",
     "samples",
@@ -384,3 +386,26 @@ def _over_layers(report: LayerReport, colours: Mapping[str, str], ax: Axes, mark
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     return _legend_beside(ax)
+
+
+def errors(curves: Mapping[str, Sequence[float]], label: str, ax: Axes) -> Axes:
+    """Plot errors over epochs, the first after one epoch, on a logarithmic scale.
+
+    Args:
+        curves: positive values by name, one per epoch.
+        label: what kind of error it is.
+        ax: to draw on.
+    """
+    for name, values in curves.items():
+        ax.plot(range(1, len(values) + 1), values, lw=1.8, label=name)
+    ax.set(xlabel="epoch", ylabel=label, yscale="log")
+    ax.grid(axis="y", color="0.9")
+    ax.legend(fontsize="small")
+    return ax
+
+
+def orbit_codes(codes: Sequence[Sequence[float]], ax: Axes) -> Axes:
+    """Plot each entry of the codes of one thing, ``[transformations, entries]``, as a line over its transformations."""
+    ax.plot(codes, ".-", lw=1, ms=4)
+    ax.set(xlabel="transformation", ylabel="entries of the code")
+    return ax

@@ -219,3 +219,18 @@ def test_spectra_have_singular_values_and_the_orbit(ax):
     assert [list(line.get_ydata()) for line in ax.get_lines()] == [[3.0, 4.0], [2.0, 1.0], [0.5, 1e-3]]
     assert labels(ax) == ["singular values", "along orbits"]
     assert ax.get_yscale() == "log"
+
+
+def test_errors_are_on_a_logarithmic_scale_from_the_first_epoch(ax):
+    assert plots.errors({"rich-1": [1e-1, 1e-4], "selu-4": [1e-1, 1e-2, 1e-3]}, "error", ax) is ax
+    assert ax.get_yscale() == "log"
+    assert labels(ax) == ["rich-1", "selu-4"]
+    assert list(lines(ax)["selu-4"].get_xdata()) == [1, 2, 3]
+    assert list(lines(ax)["rich-1"].get_ydata()) == [1e-1, 1e-4]
+
+
+def test_codes_have_a_line_for_every_entry(ax):
+    codes = torch.randn(7, 3)
+    assert plots.orbit_codes(codes, ax) is ax
+    for line, values in zip(ax.get_lines(), codes.T, strict=True):
+        assert list(line.get_ydata()) == values.tolist()

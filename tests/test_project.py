@@ -83,6 +83,7 @@ ARROWS = {
     "marglik": {"marglik.objectives", "marglik.training"},
     "datasets": set(),
     "quadrants": {"datasets"},
+    "autoencoder": set(),
     "directory": {"marglik"},
     "layerwise": {"directory", "", "experiments", "layers", "layers.networks", "marglik", "metrics.layers", "quadrants"},
     "measurement": {"directory", "", "augmentations", "experiments", "invariant", "layers", "marglik", "metrics"},
@@ -90,7 +91,8 @@ ARROWS = {
     "experiments": {"directory", "", "augmentations", "invariant", "layers", "marglik"},
     "comparison": {"directory", "", "experiments"},
     "demos": {"", "augmentations", "curvature", "datasets", "hyper", "invariant"},
-    "cli": {"", "comparison", "experiments", "layers.networks", "layerwise", "measurement"},
+    "pairs": {"", "autoencoder", "directory"},
+    "cli": {"", "comparison", "experiments", "layers.networks", "layerwise", "measurement", "pairs"},
     "__main__": {"cli"},
     "": {"", "augmentations", "hyper", "invariant", "marglik"},
 }  # fmt: skip
