@@ -20,6 +20,9 @@ from laplace_invariance.experiments import METHODS, NETWORKS, Experiment, learn
 from laplace_invariance.layers.networks import PATHS
 from laplace_invariance.layerwise import METHODS as LAYER_METHODS
 from laplace_invariance.layerwise import TASKS, LayerExperiment, learn_layers
+from laplace_invariance.recovery import METHODS as RECOVERY_METHODS
+from laplace_invariance.recovery import TRANSFORMS, RecoveryExperiment, recover
+from laplace_invariance.variational import ACTIVATIONS
 
 __all__ = ["main"]
 
@@ -56,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _layer_arguments(layers)
     layers.set_defaults(run=_layers)
+    variational = commands.add_parser(
+        "variational",
+        help="learn a range of rotations by a lower bound on the evidence of a shallow network",
+        description="Train a network of one hidden layer, whose weights are rotated, on images that were turned, and learn by "
+        "the ELBO how far they were, from several starts; compare with fixed ranges and a point estimate.",
+    )
+    _variational_arguments(variational)
+    variational.set_defaults(run=_variational)
 
     demo = commands.add_parser("demo", help="run a small demonstration and save its figure")
     demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
@@ -158,11 +169,45 @@ def _layer_arguments(parser: argparse.ArgumentParser) -> None:
     _run_arguments(parser, default, many=False)
 
 
+def _variational_arguments(parser: argparse.ArgumentParser) -> None:
+    default = RecoveryExperiment()
+    _data_arguments(parser, default, many=False, kinds=TRANSFORMS)
+    for option, method in (("--init", "learnt"), ("--fixed", "fixed"), ("--point", "point")):
+        start = getattr(default, method)
+        parser.add_argument(
+            option,
+            dest=method,
+            nargs="*",
+            type=float,
+            default=start,
+            metavar="DEGREES",
+            help=f"{RECOVERY_METHODS[method]}: a run for each of these (default: {', '.join(map(str, start)) or 'none'})",
+        )
+    parser.add_argument(
+        "--activation", default=default.activation, choices=ACTIVATIONS, help="of features (default: %(default)s)"
+    )
+    for name in ("features", "samples"):
+        value = getattr(default, f"n_{name}")
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"number of {name} (default: {value})")
+    for name in ("length_scale", "output_scale", "blur", "lr", "lr_hyper"):
+        value = getattr(default, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=f"(default: {value})")
+    parser.add_argument(
+        "--draws", default=default.draws, choices=("independent", "sobol", "grid"), help="(default: %(default)s)"
+    )
+    _run_arguments(parser, default, many=False)
+
+
 def _explained(words: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({meaning})" for name, meaning in words.items())
 
 
-def _data_arguments(parser: argparse.ArgumentParser, default: Experiment | LayerExperiment, many: bool) -> None:
+def _data_arguments(
+    parser: argparse.ArgumentParser,
+    default: Experiment | LayerExperiment | RecoveryExperiment,
+    many: bool,
+    kinds: Sequence[str] = datasets.KINDS,
+) -> None:
     """Add from what images is learnt."""
     parser.add_argument(
         "--data",
@@ -173,16 +218,18 @@ def _data_arguments(parser: argparse.ArgumentParser, default: Experiment | Layer
     parser.add_argument(
         "--transform",
         **({"nargs": "+"} if many else {}),
-        default=list(datasets.KINDS) if many else default.transform,
+        default=list(kinds) if many else default.transform,
         type=lambda name: name.replace("-", "_"),
-        choices=datasets.KINDS,
+        choices=kinds,
         metavar="KIND",
-        help=f"how images are moved: {', '.join(k.replace('_', '-') for k in datasets.KINDS)} "
+        help=f"how images are moved: {', '.join(k.replace('_', '-') for k in kinds)} "
         f"(default: {'all' if many else default.transform.replace('_', '-')})",
     )
 
 
-def _run_arguments(parser: argparse.ArgumentParser, default: Experiment | LayerExperiment, many: bool) -> None:
+def _run_arguments(
+    parser: argparse.ArgumentParser, default: Experiment | LayerExperiment | RecoveryExperiment, many: bool
+) -> None:
     """Add how long, from how many images, and where everything is and goes."""
     parser.add_argument(
         "--epochs", type=int, default=default.n_epochs, help="epochs of training (default: %(default)s)"
@@ -264,6 +311,31 @@ def _layers(arguments: argparse.Namespace) -> None:
     )
     outcome = learn_layers(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)
     print(f"{outcome}\n{_files(arguments.out)}")
+
+
+def _variational(arguments: argparse.Namespace) -> None:
+    same = (
+        "data",
+        "transform",
+        "learnt",
+        "fixed",
+        "point",
+        "activation",
+        "length_scale",
+        "output_scale",
+        "blur",
+        "draws",
+    )
+    experiment = RecoveryExperiment(
+        **{name: getattr(arguments, name) for name in (*same, "lr", "lr_hyper", "seed", "root", "download")},
+        n_features=arguments.features,
+        n_samples=arguments.samples,
+        n_epochs=arguments.epochs,
+        n_train=arguments.train,
+        n_test=arguments.test,
+    )
+    found = recover(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet, say=_say)
+    print(f"{found}\n{_files(arguments.out)}")
 
 
 def _files(out: Path) -> str:
