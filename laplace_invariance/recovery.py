@@ -61,13 +61,13 @@ class RecoveryExperiment:
     n_features: int = 256
     n_samples: int = 16
     length_scale: float = 3.0
-    output_scale: float = 6.0
+    output_scale: float = 8.0
     blur: float = 0.1
-    draws: str = "sobol"
+    draws: str = "grid"
     n_epochs: int = 12
     batch_size: int = 128
     lr: float = 0.02
-    lr_hyper: float = 0.05
+    lr_hyper: float = 0.15
     n_train: int | None = None
     n_test: int | None = None
     seed: int = 0

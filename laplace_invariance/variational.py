@@ -47,7 +47,7 @@ class ShallowNetwork(Hyperparameterised):
             squared-exponential kernel; or ``"relu"``, with weights to be learnt.
         likelihood: ``"classification"`` (softmax) or ``"regression"`` (Gaussian).
         n_samples: transformations that the features are averaged over.
-        length_scale: of the kernel, in units of the (blurred) input.
+        length_scale: of that kernel, in units of the (blurred) input.
         output_scale: standard deviation of the outputs under the prior, without transformations; the start, as it is learnt.
         noise: standard deviation of targets in regression; the start, as it is learnt.
         blur: standard deviation in half-widths of a Gaussian that limits the frequencies in rows of the first layer, for images,
@@ -60,12 +60,12 @@ class ShallowNetwork(Hyperparameterised):
         augmentation: AffineImage | AffinePoints,
         in_shape: tuple[int, ...],
         n_outputs: int,
-        n_features: int = 512,
+        n_features: int = 256,
         activation: str = "cosine",
         likelihood: str = "classification",
         n_samples: int = 16,
         length_scale: float = 1.0,
-        output_scale: float = 10.0,
+        output_scale: float = 8.0,
         noise: float = 1.0,
         blur: float = 0.1,
         generator: torch.Generator | None = None,
@@ -142,12 +142,10 @@ class ShallowNetwork(Hyperparameterised):
         if x.shape[1:] != self.in_shape:
             raise ValueError(f"inputs must be [n, {', '.join(map(str, self.in_shape))}], got shape {list(x.shape)}")
         if draws is None:
-            fresh = torch.is_grad_enabled()
-            draws = (
-                self.augmentation.sample(1, self.n_samples, self.generator)
-                if fresh
-                else self.augmentation.fixed(self.n_samples)
-            )
+            if torch.is_grad_enabled():
+                draws = self.augmentation.sample(1, self.n_samples, self.generator)
+            else:
+                draws = self.augmentation.fixed(self.n_samples)
         weight, bias = self.transformed_weights(draws)
         before = (x.flatten(1) @ weight.flatten(0, 1).flatten(1).mT).unflatten(1, weight.shape[:2]) + bias
         after = [before.cos(), before.sin()] if self.activation == "cosine" else [before.relu()]
@@ -171,10 +169,14 @@ class ShallowNetwork(Hyperparameterised):
         return (trace + self.mean.square().sum() - self.mean.numel()) / 2 - self.log_diagonal.sum()
 
     def log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return log densities ``[..., n]`` of labels ``[n]`` or targets ``[n, outputs]``, given outputs ``[..., n, outputs]``."""
+        """Return log densities ``[..., n]`` of labels ``[n]`` or targets ``[n, outputs]`` given outputs ``[..., n, outputs]``."""
         if self.likelihood == "classification":
-            if y.ndim != 1 or y.is_floating_point():
+            if y.shape != outputs.shape[-2:-1] or y.is_floating_point():
                 raise ValueError(f"labels must be integers [n], got shape {list(y.shape)} of {y.dtype}")
+            if y.min() < 0 or y.max() >= outputs.shape[-1]:
+                raise ValueError(
+                    f"labels must be from 0 to {outputs.shape[-1] - 1}, got {y.min().item()} to {y.max().item()}"
+                )
             return outputs.log_softmax(-1).gather(-1, y.expand(outputs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
         if y.shape != outputs.shape[-2:]:
             raise ValueError(f"targets must be {list(outputs.shape[-2:])}, got shape {list(y.shape)}")
@@ -188,7 +190,8 @@ class ShallowNetwork(Hyperparameterised):
         if self.likelihood == "regression":
             return self.log_likelihood(mean, y) - (variance / (2 * self.hyperparameter("log_noise")).exp()).sum(-1) / 2
         normal = torch.randn(n_outputs_drawn, *mean.shape, generator=self.generator, dtype=mean.dtype).to(mean.device)
-        return self.log_likelihood(mean + variance.sqrt() * normal, y).mean(0)
+        spread = variance.clamp(min=1e-12).sqrt()  # ReLU features may all be zero, where a root has no gradient
+        return self.log_likelihood(mean + spread * normal, y).mean(0)
 
     def elbo(self, x: Tensor, y: Tensor, n_data: int | None = None, n_outputs_drawn: int = 4) -> Tensor:
         """Return the lower bound on the log evidence of ``n_data`` data, without bias from a batch; None: these are all.
@@ -205,10 +208,9 @@ class ShallowNetwork(Hyperparameterised):
             return self.log_likelihood(self(x), y).mean()
 
     @torch.no_grad()
-    def filter_bank(self, rows: int | list[int], n_samples: int = 7) -> Tensor:
-        """Return rows of the first layer under evenly spaced transformations, ``[rows, n_samples, *in_shape]``."""
-        index = list(range(rows)) if isinstance(rows, int) else rows
-        return self.transformed_weights(self.augmentation.fixed(n_samples))[0][:, index].transpose(0, 1)
+    def filter_bank(self, rows: int, n_samples: int = 7) -> Tensor:
+        """Return the first rows of the first layer under the fixed transformations, ``[rows, n_samples, *in_shape]``."""
+        return self.transformed_weights(self.augmentation.fixed(n_samples))[0][:, :rows].transpose(0, 1)
 
 
 def _check(augmentation: AffineImage | AffinePoints, in_shape: tuple[int, ...]) -> None:
@@ -236,10 +238,10 @@ def fit(
     x: Tensor,
     y: Tensor,
     objective: str = "elbo",
-    n_epochs: int = 50,
-    batch_size: int = 500,
-    lr: float = 0.01,
-    lr_hyper: float = 0.02,
+    n_epochs: int = 12,
+    batch_size: int = 128,
+    lr: float = 0.02,
+    lr_hyper: float = 0.15,
     progress_bar: bool = False,
 ) -> list[dict[str, Any]]:
     """Maximise an objective by Adam over parameters and hyperparameters, with step sizes that fall to zero along half a cosine.
