@@ -63,7 +63,7 @@ class RecoveryExperiment:
     length_scale: float = 3.0
     output_scale: float = 8.0
     blur: float = 0.1
-    draws: str = "grid"
+    draws: str = "sobol"
     n_epochs: int = 12
     batch_size: int = 128
     lr: float = 0.02
