@@ -20,12 +20,12 @@ split = load("digits")
 x, x_test = (transformed(images, "fully_rotated") for images in (split.x_train, split.x_test))
 
 augmentation = li.AffineImage(init={"rotation": math.radians(5)}, learn="rotation", draws="sobol")
-model = ShallowNetwork(augmentation, split.in_shape, split.n_classes, n_features=256, length_scale=1.5)
+model = ShallowNetwork(augmentation, split.in_shape, split.n_classes, length_scale=1.5)
 banks = {"at the start": model.filter_bank(4)}
 history = fit(model, x, split.y_train, n_epochs=40, batch_size=100, progress_bar=True)
 banks["as learnt"] = model.filter_bank(4)
 
-figure = plots.figure((10, 3))
+figure = plots.figure((10, 3.4))
 for ax, (title, bank) in zip(figure.subplots(1, 2), banks.items(), strict=True):
     plots.filter_bank(bank, ax).set_title(title)
 path = Path("demo/invariant_weights.png")

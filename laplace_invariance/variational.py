@@ -209,8 +209,15 @@ class ShallowNetwork(Hyperparameterised):
 
     @torch.no_grad()
     def filter_bank(self, rows: int, n_samples: int = 7) -> Tensor:
-        """Return the first rows of the first layer under the fixed transformations, ``[rows, n_samples, *in_shape]``."""
-        return self.transformed_weights(self.augmentation.fixed(n_samples))[0][:, :rows].transpose(0, 1)
+        """Return the first layer's first rows as transformations go from one end of their range to the other, evenly.
+
+        Returns:
+            Weights ``[rows, n_samples, *in_shape]``; an odd number of samples has the row itself in the middle.
+        """
+        draws = (
+            torch.linspace(-1, 1, n_samples).to(self.weight).view(1, -1, 1).repeat(1, 1, len(self.augmentation.names))
+        )
+        return self.transformed_weights(draws)[0][:, :rows].transpose(0, 1)
 
 
 def _check(augmentation: AffineImage | AffinePoints, in_shape: tuple[int, ...]) -> None:

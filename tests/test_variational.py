@@ -205,15 +205,23 @@ def test_blur_limits_frequencies_and_keeps_sums():
     model = ShallowNetwork(li.AffineImage(), (1, 15, 15), 3, 4, blur=0.2)
     model.weight.zero_()
     model.weight[:, :, 7, 7] = 1
-    blurred = model.filter_bank(1, 1)[0, 0, 0]
+    blurred = model.filter_bank(1, 3)[0, 1, 0]
     steps = (torch.arange(15) - 7) / (0.2 * 7)
     torch.testing.assert_close(blurred / blurred.max(), torch.exp(-(steps**2 + steps[:, None] ** 2) / 2))
     assert blurred.sum().item() == pytest.approx(1)
     model.blur = 0.0
-    torch.testing.assert_close(model.filter_bank(1, 1)[0, 0], model.weight[0])
+    torch.testing.assert_close(model.filter_bank(1, 3)[0, 1], model.weight[0])
 
 
 # Draws.
+
+
+def test_filter_bank_goes_from_end_to_end():
+    model = ShallowNetwork(li.AffineImage(init={"rotation": math.pi / 2}), (1, 7, 7), 3, 6)
+    bank = model.filter_bank(2, 3)
+    assert bank.shape == (2, 3, 1, 7, 7)
+    torch.testing.assert_close(bank[:, 0], bank[:, 1].rot90(1, (-2, -1)))
+    torch.testing.assert_close(bank[:, 2], bank[:, 1].rot90(-1, (-2, -1)))
 
 
 def test_draws_are_fresh_with_gradients_and_fixed_without():
@@ -272,6 +280,12 @@ def test_frozen_ranges_stay_and_everything_repeats():
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1].values(), found[1][1].values(), strict=True))
     assert model.augmentation.magnitudes()["rotation"] == pytest.approx(0.7)
+
+
+def test_ranges_stay_in_their_domain():
+    model = points_network(n_outputs=2, init=3.1, draws="sobol")
+    history = fit(model, *ring(100, arc=math.pi), n_epochs=5, batch_size=50, lr_hyper=2.0)
+    assert max(record["ranges"]["rotation"] for record in history) == pytest.approx(math.pi)
 
 
 def test_steps_that_are_not_finite_are_refused():
