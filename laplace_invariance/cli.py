@@ -189,7 +189,7 @@ def _variational_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("features", "samples"):
         value = getattr(default, f"n_{name}")
         parser.add_argument(f"--{name}", type=int, default=value, help=f"number of {name} (default: {value})")
-    for name in ("length_scale", "output_scale", "blur", "lr", "lr_hyper"):
+    for name in ("length_scale", "output_scale", "blur", "lr", "lr_mean", "lr_hyper"):
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=f"(default: {value})")
     parser.add_argument(
@@ -327,7 +327,7 @@ def _variational(arguments: argparse.Namespace) -> None:
         "draws",
     )
     experiment = RecoveryExperiment(
-        **{name: getattr(arguments, name) for name in (*same, "lr", "lr_hyper", "seed", "root", "download")},
+        **{name: getattr(arguments, name) for name in (*same, "lr", "lr_mean", "lr_hyper", "seed", "root", "download")},
         n_features=arguments.features,
         n_samples=arguments.samples,
         n_epochs=arguments.epochs,

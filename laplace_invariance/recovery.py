@@ -44,7 +44,7 @@ class RecoveryExperiment:
         point: starts, each of a run with a point estimate.
         activation, n_features, n_samples, length_scale, output_scale, blur: as for ``variational.ShallowNetwork``.
         draws: of transformations, as for ``AffineImage``; "grid" is deterministic.
-        n_epochs, batch_size, lr, lr_hyper: as for ``variational.fit``.
+        n_epochs, batch_size, lr, lr_mean, lr_hyper, n_epochs_burnin: as for ``variational.fit``.
         n_train: training images; None is all.
         n_test: test images; None is all.
         seed: of subset, rotations, weights and draws.
@@ -64,10 +64,12 @@ class RecoveryExperiment:
     output_scale: float = 8.0
     blur: float = 0.1
     draws: str = "sobol"
-    n_epochs: int = 12
+    n_epochs: int = 8
     batch_size: int = 128
     lr: float = 0.02
-    lr_hyper: float = 0.15
+    lr_mean: float = 0.3
+    lr_hyper: float = 0.05
+    n_epochs_burnin: int = 1
     n_train: int | None = None
     n_test: int | None = None
     seed: int = 0
@@ -224,7 +226,9 @@ def _run(
         n_epochs=e.n_epochs,
         batch_size=e.batch_size,
         lr=e.lr,
+        lr_mean=e.lr_mean,
         lr_hyper=e.lr_hyper,
+        n_epochs_burnin=e.n_epochs_burnin,
         progress_bar=progress_bar,
     )
     seconds = time.perf_counter() - began

@@ -27,6 +27,7 @@ __all__ = ["OBJECTIVES", "ShallowNetwork", "fit"]
 
 ACTIVATIONS = ("cosine", "relu")
 LIKELIHOODS = ("classification", "regression")
+N_START = 2000  # inputs that the start of q is computed from
 OBJECTIVES = {"elbo": "lower bound on the evidence", "point": "log likelihood at the mean of q, no KL"}
 
 
@@ -109,7 +110,9 @@ class ShallowNetwork(Hyperparameterised):
         self.register_hyperparameter("log_scale", torch.tensor(math.log(output_scale)))
         if likelihood == "regression":
             self.register_hyperparameter("log_noise", torch.tensor(math.log(noise)))
-        # of q: mean, and lower Cholesky factor by its strictly lower part (the rest is ignored) and the logarithm of its diagonal
+        # q is N(A m, A L L^T A^T) with basis A, mean m, and L by its strictly lower part (the rest is ignored) and the log of its
+        # diagonal
+        self.register_buffer("basis", torch.eye(n_features))
         self.mean = nn.Parameter(torch.zeros(n_outputs, n_features))
         self.lower = nn.Parameter(torch.zeros(n_outputs, n_features, n_features))
         self.log_diagonal = nn.Parameter(torch.zeros(n_outputs, n_features))
@@ -155,18 +158,39 @@ class ShallowNetwork(Hyperparameterised):
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance ``[n, n_outputs]`` of the outputs under ``q``; given the features they are independent."""
-        scaled = features * self.hyperparameter("log_scale").exp()
+        scaled = features @ self.basis * self.hyperparameter("log_scale").exp()
         spread = scaled @ self.lower.tril(-1) + scaled * self.log_diagonal.exp().unsqueeze(1)
         return scaled @ self.mean.mT, spread.square().sum(-1).mT
 
+    @torch.no_grad()
+    def start_(self, x: Tensor, n_data: int | None = None) -> None:
+        """Let ``q`` start anew, with mean zero and the covariance that the posterior would have if predictions stayed there.
+
+        That is ``(I + n_data c E[phi phi^T])^-1`` with the curvature ``c`` of the likelihood, exact in regression. Its Cholesky
+        factor is the basis of ``q``, in which Adam needs far fewer steps, as features are correlated.
+
+        Args:
+            x: inputs, all or some of them.
+            n_data: number of all data; None: these are all.
+        """
+        features = self.features(x) * self.log_scale.exp()
+        n_outputs = len(self.mean)
+        curvature = (-2 * self.log_noise).exp() if self.likelihood == "regression" else (n_outputs - 1) / n_outputs**2
+        precision = (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
+        self.basis.copy_(torch.linalg.cholesky(torch.linalg.inv(precision + torch.eye(len(precision)).to(precision))))
+        for parameter in (self.mean, self.lower, self.log_diagonal):
+            parameter.zero_()
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the mean of the outputs ``[n, n_outputs]``: logits, or predictions."""
-        return self.features(x) @ self.mean.mT * self.hyperparameter("log_scale").exp()
+        return self.features(x) @ self.basis @ self.mean.mT * self.hyperparameter("log_scale").exp()
 
     def kl(self) -> Tensor:
         """Return the divergence of ``q`` from the prior, ``sum_c (tr S_c + |m_c|^2 - n_features - log det S_c) / 2``."""
-        trace = self.lower.tril(-1).square().sum() + (2 * self.log_diagonal).exp().sum()
-        return (trace + self.mean.square().sum() - self.mean.numel()) / 2 - self.log_diagonal.sum()
+        root = self.lower.tril(-1) + torch.diag_embed(self.log_diagonal.exp())
+        squares = (self.basis @ root).square().sum() + (self.mean @ self.basis.mT).square().sum()
+        log_root = self.log_diagonal.sum() + len(self.mean) * self.basis.diagonal().log().sum()
+        return (squares - self.mean.numel()) / 2 - log_root
 
     def log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return log densities ``[..., n]`` of labels ``[n]`` or targets ``[n, outputs]`` given outputs ``[..., n, outputs]``."""
@@ -245,23 +269,28 @@ def fit(
     x: Tensor,
     y: Tensor,
     objective: str = "elbo",
-    n_epochs: int = 12,
+    n_epochs: int = 8,
     batch_size: int = 128,
     lr: float = 0.02,
-    lr_hyper: float = 0.15,
+    lr_mean: float = 0.3,
+    lr_hyper: float = 0.05,
+    n_epochs_burnin: int = 1,
     progress_bar: bool = False,
 ) -> list[dict[str, Any]]:
     """Maximise an objective by Adam over parameters and hyperparameters, with step sizes that fall to zero along half a cosine.
 
     Args:
-        model: to train, in place.
+        model: to train, in place; its ``q`` starts anew.
         x: inputs ``[n, *in_shape]``.
         y: labels ``[n]`` or targets ``[n, n_outputs]``.
         objective: one of ``OBJECTIVES``.
         n_epochs: passes over the data.
         batch_size: data per step.
-        lr: step size of parameters at the start.
-        lr_hyper: step size of hyperparameters at the start.
+        lr: step size at the start: of the covariance of ``q``, and of ReLU weights.
+        lr_mean: that of the mean of ``q``, which is in units of its standard deviation and goes far.
+        lr_hyper: that of hyperparameters.
+        n_epochs_burnin: epochs in which hyperparameters stay, since their gradient means nothing before ``q`` fits at all: then
+            any wide range looks good.
         progress_bar: show one.
 
     Returns:
@@ -271,8 +300,11 @@ def fit(
         raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
     if len(x) != len(y):
         raise ValueError(f"{len(x)} inputs need as many labels or targets, got {len(y)}")
+    model.start_(x[:N_START], len(x))
     learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
-    optimizer = torch.optim.Adam([{"params": list(model.parameters()), "lr": lr}, {"params": learnt, "lr": lr_hyper}])
+    rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
+    groups = [{"params": [model.mean], "lr": lr_mean}, {"params": rest, "lr": lr}, {"params": learnt, "lr": lr_hyper}]
+    optimizer = torch.optim.Adam(groups)
     n_steps = n_epochs * -(-len(x) // batch_size)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
     history: list[dict[str, Any]] = []
@@ -288,6 +320,9 @@ def fit(
                 raise FloatingPointError(f"the {objective} is {value.item()} in epoch {epoch}; use smaller step sizes")
             optimizer.zero_grad()
             (-value).backward()
+            if epoch <= n_epochs_burnin:
+                for tensor in learnt:
+                    tensor.grad = None
             optimizer.step()
             scheduler.step()
             model.augmentation.project_()
