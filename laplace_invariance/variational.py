@@ -176,8 +176,11 @@ class ShallowNetwork(Hyperparameterised):
         features = self.features(x) * self.log_scale.exp()
         n_outputs = len(self.mean)
         curvature = (-2 * self.log_noise).exp() if self.likelihood == "regression" else (n_outputs - 1) / n_outputs**2
-        precision = (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
-        self.basis.copy_(torch.linalg.cholesky(torch.linalg.inv(precision + torch.eye(len(precision)).to(precision))))
+        identity = torch.eye(features.shape[1]).to(features)
+        precision = identity + (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
+        # P = U U^T with U upper triangular, by Cholesky from the last row up; then P^-1 = A A^T with A = U^-T, without forming P^-1
+        upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
+        self.basis.copy_(torch.linalg.solve_triangular(upper, identity, upper=True).mT)
         for parameter in (self.mean, self.lower, self.log_diagonal):
             parameter.zero_()
 
@@ -300,6 +303,8 @@ def fit(
         raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
     if len(x) != len(y):
         raise ValueError(f"{len(x)} inputs need as many labels or targets, got {len(y)}")
+    if not x.isfinite().all():
+        raise ValueError("inputs hold NaN or infinite values")
     model.start_(x[:N_START], len(x))
     learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
     rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
