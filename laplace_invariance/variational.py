@@ -178,7 +178,7 @@ class ShallowNetwork(Hyperparameterised):
         curvature = (-2 * self.log_noise).exp() if self.likelihood == "regression" else (n_outputs - 1) / n_outputs**2
         identity = torch.eye(features.shape[1]).to(features)
         precision = identity + (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
-        # P = U U^T with U upper triangular, by Cholesky from the last row up; then P^-1 = A A^T with A = U^-T, without forming P^-1
+        # P = U U^T with U upper triangular, by Cholesky from the last row up; then P^-1 = A A^T with A = U^-T
         upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
         self.basis.copy_(torch.linalg.solve_triangular(upper, identity, upper=True).mT)
         for parameter in (self.mean, self.lower, self.log_diagonal):
