@@ -183,17 +183,22 @@ def _variational_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="DEGREES",
             help=f"{RECOVERY_METHODS[method]}: a run for each of these (default: {', '.join(map(str, start)) or 'none'})",
         )
+    for option, kind, meaning in (
+        ("--features", int, "width of the hidden layer"),
+        ("--samples", int, "rotations of its weights"),
+        ("--length-scale", float, "of the cosines, in units of the image"),
+        ("--lr-hyper", float, "step size of the range"),
+    ):
+        value = getattr(default, {int: "n_", float: ""}[kind] + option[2:].replace("-", "_"))
+        parser.add_argument(option, type=kind, default=value, help=f"{meaning} (default: {value})")
     parser.add_argument(
-        "--activation", default=default.activation, choices=ACTIVATIONS, help="of features (default: %(default)s)"
+        "--activation", default=default.activation, choices=ACTIVATIONS, help="of the layer (default: %(default)s)"
     )
-    for name in ("features", "samples"):
-        value = getattr(default, f"n_{name}")
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"number of {name} (default: {value})")
-    for name in ("length_scale", "output_scale", "blur", "lr", "lr_mean", "lr_hyper"):
-        value = getattr(default, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=f"(default: {value})")
     parser.add_argument(
-        "--draws", default=default.draws, choices=("independent", "sobol", "grid"), help="(default: %(default)s)"
+        "--draws",
+        default=default.draws,
+        choices=("independent", "sobol", "grid"),
+        help="of rotations; those of a grid are always the same (default: %(default)s)",
     )
     _run_arguments(parser, default, many=False)
 
@@ -314,20 +319,9 @@ def _layers(arguments: argparse.Namespace) -> None:
 
 
 def _variational(arguments: argparse.Namespace) -> None:
-    same = (
-        "data",
-        "transform",
-        "learnt",
-        "fixed",
-        "point",
-        "activation",
-        "length_scale",
-        "output_scale",
-        "blur",
-        "draws",
-    )
+    same = ("data", "transform", "learnt", "fixed", "point", "activation", "draws", "length_scale", "lr_hyper")
     experiment = RecoveryExperiment(
-        **{name: getattr(arguments, name) for name in (*same, "lr", "lr_mean", "lr_hyper", "seed", "root", "download")},
+        **{name: getattr(arguments, name) for name in (*same, "seed", "root", "download")},
         n_features=arguments.features,
         n_samples=arguments.samples,
         n_epochs=arguments.epochs,

@@ -64,11 +64,11 @@ class RecoveryExperiment:
     output_scale: float = 8.0
     blur: float = 0.1
     draws: str = "sobol"
-    n_epochs: int = 8
+    n_epochs: int = 6
     batch_size: int = 128
     lr: float = 0.02
     lr_mean: float = 0.3
-    lr_hyper: float = 0.05
+    lr_hyper: float = 0.1
     n_epochs_burnin: int = 1
     n_train: int | None = None
     n_test: int | None = None
@@ -86,8 +86,9 @@ class RecoveryExperiment:
                 raise ValueError(f"ranges of {method} must be between 0 and 180 degrees, got {starts}")
         if not self.plan:
             raise ValueError(f"there is nothing to run; give at least one of {', '.join(METHODS)}")
-        if not self.n_epochs > 0:
-            raise ValueError(f"n_epochs must be positive, got {self.n_epochs}")
+        for name in ("n_epochs", "batch_size", "lr", "lr_mean", "lr_hyper"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     @property
     def plan(self) -> list[tuple[str, float]]:
@@ -170,6 +171,7 @@ def recover(
     if len(runs) == len(experiment.plan):
         return Recovery(experiment, runs)
     data = _data(experiment)
+    _model(experiment, *experiment.plan[0], data)  # refuses what cannot be, before anything is written
     if out is not None:
         write_json(out / "experiment.json", asdict(experiment))
     for method, start in experiment.plan[len(runs) :]:
@@ -201,12 +203,9 @@ def _data(experiment: RecoveryExperiment) -> datasets.Split:
     return datasets.Split(**vars(split) | turned)
 
 
-def _run(
-    experiment: RecoveryExperiment, method: str, start: float, data: datasets.Split, progress_bar: bool
-) -> tuple[Run, ShallowNetwork]:
-    e = experiment
+def _model(e: RecoveryExperiment, method: str, start: float, data: datasets.Split) -> ShallowNetwork:
     augmentation = AffineImage(init={"rotation": math.radians(start)}, learn="rotation", draws=e.draws)
-    model = ShallowNetwork(
+    return ShallowNetwork(
         augmentation.frozen() if method == "fixed" else augmentation,
         data.in_shape,
         data.n_classes,
@@ -217,6 +216,12 @@ def _run(
         output_scale=e.output_scale,
         blur=e.blur,
     )
+
+
+def _run(
+    e: RecoveryExperiment, method: str, start: float, data: datasets.Split, progress_bar: bool
+) -> tuple[Run, ShallowNetwork]:
+    model = _model(e, method, start, data)
     began = time.perf_counter()
     history = fit(
         model,

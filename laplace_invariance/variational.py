@@ -27,7 +27,7 @@ __all__ = ["OBJECTIVES", "ShallowNetwork", "fit"]
 
 ACTIVATIONS = ("cosine", "relu")
 LIKELIHOODS = ("classification", "regression")
-N_START = 2000  # inputs that the start of q is computed from
+N_BASIS = 2000  # inputs that the basis of q is computed from
 OBJECTIVES = {"elbo": "lower bound on the evidence", "point": "log likelihood at the mean of q, no KL"}
 
 
@@ -163,15 +163,16 @@ class ShallowNetwork(Hyperparameterised):
         return scaled @ self.mean.mT, spread.square().sum(-1).mT
 
     @torch.no_grad()
-    def start_(self, x: Tensor, n_data: int | None = None) -> None:
-        """Let ``q`` start anew, with mean zero and the covariance that the posterior would have if predictions stayed there.
+    def rebase_(self, x: Tensor, n_data: int | None = None, restart: bool = False) -> None:
+        """Choose the basis ``A`` in which ``q`` is optimised, such that Adam needs few steps though features are correlated.
 
-        That is ``(I + n_data c E[phi phi^T])^-1`` with the curvature ``c`` of the likelihood, exact in regression. Its Cholesky
-        factor is the basis of ``q``, in which Adam needs far fewer steps, as features are correlated.
+        ``A A^T = (I + n_data c E[phi phi^T])^-1``, with the curvature ``c`` of the likelihood at outputs of zero, is about the
+        covariance of the posterior under the present hyperparameters, in regression exactly. Which ``q`` can be does not change.
 
         Args:
             x: inputs, all or some of them.
             n_data: number of all data; None: these are all.
+            restart: let ``q`` start anew from ``N(0, A A^T)`` instead of staying what it is.
         """
         features = self.features(x) * self.log_scale.exp()
         n_outputs = len(self.mean)
@@ -180,9 +181,17 @@ class ShallowNetwork(Hyperparameterised):
         precision = identity + (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
         # P = U U^T with U upper triangular, by Cholesky from the last row up; then P^-1 = A A^T with A = U^-T
         upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
-        self.basis.copy_(torch.linalg.solve_triangular(upper, identity, upper=True).mT)
-        for parameter in (self.mean, self.lower, self.log_diagonal):
-            parameter.zero_()
+        basis = torch.linalg.solve_triangular(upper, identity, upper=True).mT
+        if restart:
+            for parameter in (self.mean, self.lower, self.log_diagonal):
+                parameter.zero_()
+        else:
+            change = torch.linalg.solve_triangular(basis, self.basis, upper=False)
+            root = change @ (self.lower.tril(-1) + torch.diag_embed(self.log_diagonal.exp()))
+            self.mean.copy_(self.mean @ change.mT)
+            self.lower.copy_(root)
+            self.log_diagonal.copy_(root.diagonal(dim1=-2, dim2=-1).log())
+        self.basis.copy_(basis)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the mean of the outputs ``[n, n_outputs]``: logits, or predictions."""
@@ -272,11 +281,11 @@ def fit(
     x: Tensor,
     y: Tensor,
     objective: str = "elbo",
-    n_epochs: int = 8,
+    n_epochs: int = 6,
     batch_size: int = 128,
     lr: float = 0.02,
     lr_mean: float = 0.3,
-    lr_hyper: float = 0.05,
+    lr_hyper: float = 0.1,
     n_epochs_burnin: int = 1,
     progress_bar: bool = False,
 ) -> list[dict[str, Any]]:
@@ -301,11 +310,12 @@ def fit(
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
+    if n_epochs < 1 or batch_size < 1:
+        raise ValueError(f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}")
     if len(x) != len(y):
         raise ValueError(f"{len(x)} inputs need as many labels or targets, got {len(y)}")
     if not x.isfinite().all():
         raise ValueError("inputs hold NaN or infinite values")
-    model.start_(x[:N_START], len(x))
     learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
     rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
     groups = [{"params": [model.mean], "lr": lr_mean}, {"params": rest, "lr": lr}, {"params": learnt, "lr": lr_hyper}]
@@ -316,6 +326,7 @@ def fit(
     bar = tqdm.tqdm(range(1, n_epochs + 1), disable=not progress_bar, unit="epoch")
     for epoch in bar:
         total = 0.0
+        model.rebase_(x[:N_BASIS], len(x), restart=epoch == 1)
         for batch in torch.randperm(len(x), generator=model.generator).to(x.device).split(batch_size):
             if objective == "elbo":
                 value = model.elbo(x[batch], y[batch], len(x)) / len(x)

@@ -80,15 +80,25 @@ def test_elbo_is_the_evidence_at_the_posterior_and_below_it_elsewhere(activation
 def test_q_starts_with_the_covariance_of_the_posterior():
     model = disturbed(points_network("regression", n_outputs=2))
     x, y = data(model)
-    model.start_(x)
+    model.rebase_(x, restart=True)
     found = posterior(model)
     assert not found.mean.any()
     set_posterior(model, x, y)
     torch.testing.assert_close(found.covariance_matrix, posterior(model).covariance_matrix)
-    model.start_(x[:1].expand(2, -1), 20)
-    again = posterior(model).covariance_matrix
-    model.start_(x[:1].expand(20, -1))
-    torch.testing.assert_close(again, posterior(model).covariance_matrix)
+    bases = []
+    for inputs, n_data in ((x[:1].expand(2, -1), 20), (x[:1].expand(20, -1), None)):
+        model.rebase_(inputs, n_data)
+        bases.append(model.basis.clone())
+    torch.testing.assert_close(*bases)
+
+
+def test_another_basis_is_the_same_q():
+    model = disturbed(points_network())
+    before = posterior(model)
+    model.rebase_(torch.randn(9, 2))
+    assert (model.basis - torch.eye(8)).abs().max() > 0.1
+    torch.testing.assert_close(posterior(model).mean, before.mean)
+    torch.testing.assert_close(posterior(model).covariance_matrix, before.covariance_matrix)
 
 
 def test_at_the_posterior_the_elbo_has_the_gradient_of_the_evidence():
@@ -120,14 +130,14 @@ def test_elbo_of_classification_is_below_the_evidence():
 
 def test_kl_is_that_of_the_distributions():
     model = points_network()
-    model.start_(torch.randn(9, 2))
+    model.rebase_(torch.randn(9, 2))
     prior = MultivariateNormal(torch.zeros(8), torch.eye(8))
     torch.testing.assert_close(disturbed(model).kl(), kl_divergence(posterior(model), prior).sum())
 
 
 def test_moments_are_those_of_outputs_under_q():
     model = points_network()
-    model.start_(torch.randn(9, 2))
+    model.rebase_(torch.randn(9, 2))
     x = torch.randn(7, 2)
     mean, variance = disturbed(model).moments(model.features(x))
     phi, q = model.features(x) * model.log_scale.exp(), posterior(model)
@@ -359,6 +369,8 @@ def test_data_that_do_not_fit_are_refused():
         regression.elbo(x, torch.randn(7, 2))
     with pytest.raises(ValueError, match="7 inputs need as many labels or targets, got 6"):
         fit(model, x, y[:6])
+    with pytest.raises(ValueError, match="n_epochs and batch_size must be positive, got 1 and 0"):
+        fit(model, x, y, n_epochs=1, batch_size=0)
     with pytest.raises(ValueError, match="inputs hold NaN or infinite values"):
         fit(model, x / 0, y)
     with pytest.raises(ValueError, match="unknown objective 'map'; choose from elbo, point"):
@@ -429,6 +441,7 @@ def test_result_is_read_and_an_interrupted_experiment_goes_on(finished, tmp_path
         ({"learnt": (5, 200)}, r"ranges of learnt must be between 0 and 180 degrees, got \(5.0, 200.0\)"),
         ({"learnt": ()}, "there is nothing to run; give at least one of learnt, fixed, point"),
         ({"n_epochs": 0}, "n_epochs must be positive, got 0"),
+        ({"lr_hyper": -1.0}, "lr_hyper must be positive, got -1.0"),
     ],
 )
 def test_experiments_refuse(options, match):
@@ -482,6 +495,7 @@ def test_variational_prints_a_table(tmp_path, capsys):
 def test_bad_arguments_are_explained(tmp_path, arguments, match):
     with pytest.raises(SystemExit, match=match):
         cli.main(["variational", *arguments, "--train", "60", "--quiet", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 # Pictures.
