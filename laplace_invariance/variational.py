@@ -308,14 +308,7 @@ def fit(
     Returns:
         One record per epoch: ``epoch``, ``objective`` per datum, mean over its batches, and ``ranges`` at its end.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
-    if n_epochs < 1 or batch_size < 1:
-        raise ValueError(f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}")
-    if len(x) != len(y):
-        raise ValueError(f"{len(x)} inputs need as many labels or targets, got {len(y)}")
-    if not x.isfinite().all():
-        raise ValueError("inputs hold NaN or infinite values")
+    _check_training(x, y, objective, n_epochs, batch_size)
     learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
     rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
     groups = [{"params": [model.mean], "lr": lr_mean}, {"params": rest, "lr": lr}, {"params": learnt, "lr": lr_hyper}]
@@ -328,10 +321,7 @@ def fit(
         total = 0.0
         model.rebase_(x[:N_BASIS], len(x), restart=epoch == 1)
         for batch in torch.randperm(len(x), generator=model.generator).to(x.device).split(batch_size):
-            if objective == "elbo":
-                value = model.elbo(x[batch], y[batch], len(x)) / len(x)
-            else:
-                value = model.point_log_likelihood(x[batch], y[batch])
+            value = _per_datum(model, objective, x[batch], y[batch], len(x))
             if not value.isfinite():
                 raise FloatingPointError(f"the {objective} is {value.item()} in epoch {epoch}; use smaller step sizes")
             optimizer.zero_grad()
@@ -346,6 +336,21 @@ def fit(
         history.append({"epoch": epoch, "objective": total / len(x), "ranges": model.augmentation.magnitudes()})
         bar.set_postfix({objective: f"{total / len(x):.3f}", **_widest(model.augmentation)})
     return history
+
+
+def _per_datum(model: ShallowNetwork, objective: str, x: Tensor, y: Tensor, n_data: int) -> Tensor:
+    return model.elbo(x, y, n_data) / n_data if objective == "elbo" else model.point_log_likelihood(x, y)
+
+
+def _check_training(x: Tensor, y: Tensor, objective: str, n_epochs: int, batch_size: int) -> None:
+    if objective not in OBJECTIVES:
+        raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
+    if n_epochs < 1 or batch_size < 1:
+        raise ValueError(f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}")
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} inputs need as many labels or targets, got {len(y)}")
+    if not x.isfinite().all():
+        raise ValueError("inputs hold NaN or infinite values")
 
 
 def _widest(augmentation: AffineImage | AffinePoints) -> dict[str, str]:
