@@ -171,7 +171,8 @@ def recover(
     if len(runs) == len(experiment.plan):
         return Recovery(experiment, runs)
     data = _data(experiment)
-    _model(experiment, *experiment.plan[0], data)  # refuses what cannot be, before anything is written
+    with torch.random.fork_rng(devices=[]):
+        _model(experiment, *experiment.plan[0], data)  # refuses what cannot be, before anything is written
     if out is not None:
         write_json(out / "experiment.json", asdict(experiment))
     for method, start in experiment.plan[len(runs) :]:
