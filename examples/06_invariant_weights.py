@@ -22,7 +22,7 @@ x, x_test = (transformed(images, "fully_rotated") for images in (split.x_train, 
 augmentation = li.AffineImage(init={"rotation": math.radians(5)}, learn="rotation", draws="sobol")
 model = ShallowNetwork(augmentation, split.in_shape, split.n_classes, length_scale=1.5)
 banks = {"at the start": model.filter_bank(4)}
-history = fit(model, x, split.y_train, n_epochs=30, batch_size=100, n_epochs_burnin=3, progress_bar=True)
+history = fit(model, x, split.y_train, n_epochs=25, batch_size=50, lr_hyper=0.2, progress_bar=True)
 banks["as learnt"] = model.filter_bank(4)
 
 figure = plots.figure((10, 3.4))
