@@ -7,8 +7,7 @@ every output a Gaussian ``q`` with full covariance, so that
     log p(y) >= E_q[log p(y | f)] - KL(q || prior)     (ELBO)
 
 can be maximised over ``q`` *and* over ``eta``: van der Ouderaa and van der Wilk, *Learning Invariant Weights in Neural Networks*
-(2022). The likelihood of a point estimate, without the KL, rewards invariance only where the network is too small to fit the
-training data without it.
+(2022). The likelihood of a point estimate, without the KL, is there to compare with.
 """
 
 from __future__ import annotations
