@@ -24,6 +24,9 @@ from laplace_invariance.measurement import GROUPS, MeasurementExperiment, measur
 from laplace_invariance.measurement import METHODS as MEASURED
 from laplace_invariance.pairs import TASKS as PAIR_TASKS
 from laplace_invariance.pairs import PairExperiment, learn_pairs
+from laplace_invariance.recovery import METHODS as RECOVERY_METHODS
+from laplace_invariance.recovery import TRANSFORMS, RecoveryExperiment, recover
+from laplace_invariance.variational import ACTIVATIONS
 
 __all__ = ["main"]
 
@@ -76,6 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _pair_arguments(pairs)
     pairs.set_defaults(run=_pairs)
+    variational = commands.add_parser(
+        "variational",
+        help="learn a range of rotations by a lower bound on the evidence of a shallow network",
+        description="Train a network of one hidden layer, whose weights are rotated, on images that were turned, and learn by "
+        "the ELBO how far they were, from several starts; compare with fixed ranges and a point estimate.",
+    )
+    _variational_arguments(variational)
+    variational.set_defaults(run=_variational)
 
     demo = commands.add_parser("demo", help="run a small demonstration and save its figure")
     demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
@@ -195,6 +206,36 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=default.n_samples, help="rotations (default: %(default)s)")
     parser.add_argument(
         "--strength", type=float, default=default.strength, help="of the invariance error (default: %(default)s)"
+def _variational_arguments(parser: argparse.ArgumentParser) -> None:
+    default = RecoveryExperiment()
+    _data_arguments(parser, default, many=False, kinds=TRANSFORMS)
+    for option, method in (("--init", "learnt"), ("--fixed", "fixed"), ("--point", "point")):
+        start = getattr(default, method)
+        parser.add_argument(
+            option,
+            dest=method,
+            nargs="*",
+            type=float,
+            default=start,
+            metavar="DEGREES",
+            help=f"{RECOVERY_METHODS[method]}: a run for each of these (default: {', '.join(map(str, start)) or 'none'})",
+        )
+    for option, kind, meaning in (
+        ("--features", int, "width of the hidden layer"),
+        ("--samples", int, "rotations of its weights"),
+        ("--length-scale", float, "of the cosines, in units of the image"),
+        ("--lr-hyper", float, "step size of the range"),
+    ):
+        value = getattr(default, {int: "n_", float: ""}[kind] + option[2:].replace("-", "_"))
+        parser.add_argument(option, type=kind, default=value, help=f"{meaning} (default: {value})")
+    parser.add_argument(
+        "--activation", default=default.activation, choices=ACTIVATIONS, help="of the layer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--draws",
+        default=default.draws,
+        choices=("independent", "sobol", "grid"),
+        help="of rotations; those of a grid are always the same (default: %(default)s)",
     )
     _run_arguments(parser, default, many=False)
 
@@ -235,7 +276,12 @@ def _explained(words: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({meaning})" for name, meaning in words.items())
 
 
-def _data_arguments(parser: argparse.ArgumentParser, default: Experiment | LayerExperiment, many: bool) -> None:
+def _data_arguments(
+    parser: argparse.ArgumentParser,
+    default: Experiment | LayerExperiment | RecoveryExperiment,
+    many: bool,
+    kinds: Sequence[str] = datasets.KINDS,
+) -> None:
     """Add from what images is learnt."""
     parser.add_argument(
         "--data",
@@ -246,17 +292,18 @@ def _data_arguments(parser: argparse.ArgumentParser, default: Experiment | Layer
     parser.add_argument(
         "--transform",
         **({"nargs": "+"} if many else {}),
-        default=list(datasets.KINDS) if many else default.transform,
+        default=list(kinds) if many else default.transform,
         type=lambda name: name.replace("-", "_"),
-        choices=datasets.KINDS,
+        choices=kinds,
         metavar="KIND",
-        help=f"how images are moved: {', '.join(k.replace('_', '-') for k in datasets.KINDS)} "
+        help=f"how images are moved: {', '.join(k.replace('_', '-') for k in kinds)} "
         f"(default: {'all' if many else default.transform.replace('_', '-')})",
     )
 
 
 def _run_arguments(
     parser: argparse.ArgumentParser, default: Experiment | LayerExperiment | MeasurementExperiment, many: bool
+    parser: argparse.ArgumentParser, default: Experiment | LayerExperiment | RecoveryExperiment, many: bool
 ) -> None:
     """Add how long, from how many images, and where everything is and goes."""
     parser.add_argument(
@@ -350,6 +397,11 @@ def _measure(arguments: argparse.Namespace) -> None:
         data=arguments.data,
         shifted=arguments.shifted,
         group=arguments.group,
+def _variational(arguments: argparse.Namespace) -> None:
+    same = ("data", "transform", "learnt", "fixed", "point", "activation", "draws", "length_scale", "lr_hyper")
+    experiment = RecoveryExperiment(
+        **{name: getattr(arguments, name) for name in (*same, "seed", "root", "download")},
+        n_features=arguments.features,
         n_samples=arguments.samples,
         n_epochs=arguments.epochs,
         n_train=arguments.train,
@@ -379,6 +431,9 @@ def _pairs(arguments: argparse.Namespace) -> None:
     )
     outcome = learn_pairs(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)
     print(f"{outcome}\n{_files(arguments.out)}")
+    )
+    found = recover(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet, say=_say)
+    print(f"{found}\n{_files(arguments.out)}")
 
 
 def _files(out: Path) -> str:

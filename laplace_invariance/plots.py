@@ -26,10 +26,12 @@ KINDS = {"GCONV": "C2", "CONV": "C0", "S-CONV": "C9", "F-FC": "C1", "S-FC": "C6"
 
 __all__ = [
     "accuracies",
+    "bound_by_range",
     "errors",
     "evidence",
     "evidence_terms",
     "figure",
+    "filter_bank",
     "flow",
     "invariances",
     "layer_precisions",
@@ -37,6 +39,7 @@ __all__ = [
     "learnt_range",
     "orbit_codes",
     "probability_by_angle",
+    "ranges_from_starts",
     "ranges_over_epochs",
     "samples",
     "shapes",
@@ -408,4 +411,57 @@ def orbit_codes(codes: Sequence[Sequence[float]], ax: Axes) -> Axes:
     """Plot each entry of the codes of one thing, ``[transformations, entries]``, as a line over its transformations."""
     ax.plot(codes, ".-", lw=1, ms=4)
     ax.set(xlabel="transformation", ylabel="entries of the code")
+
+
+def ranges_from_starts(curves: Mapping[str, Sequence[Sequence[float]]], truth: float, ax: Axes) -> Axes:
+    """Plot a range over epochs, from several starts, with the true one dashed.
+
+    Args:
+        curves: in degrees, by method, one from every start, which is its first value.
+        truth: the true range.
+        ax: to draw on.
+    """
+    for i, (method, runs) in enumerate(curves.items()):
+        for k, values in enumerate(runs):
+            ax.plot(range(len(values)), values, color=COLOURS[i], ls=("-", ":")[i % 2], label=None if k else method)
+    ax.axhline(truth, color="k", ls="--", lw=1, label="true")
+    ax.set(xlabel="epoch", ylabel="rotation, ± degrees", ylim=(-4, 184), yticks=range(0, 181, 45))
+    ax.legend(loc="best", fontsize="small")
+    return ax
+
+
+def bound_by_range(bounds: Mapping[str, Sequence[tuple[float, float]]], truth: float, ax: Axes) -> Axes:
+    """Plot lower bounds on the evidence against ranges: of those that were fixed as a line, of learnt ones as dots.
+
+    Args:
+        bounds: by "fixed" and "learnt", pairs of a range in degrees and the bound per datum.
+        truth: the true range, dashed.
+        ax: to draw on.
+    """
+    for method, style, colour in (("fixed", "s-", "C1"), ("learnt", "o", "C0")):
+        pairs = sorted(bounds.get(method, ()))
+        ax.plot([x for x, _ in pairs], [y for _, y in pairs], style, color=colour, label=method)
+    ax.axvline(truth, color="k", ls="--", lw=1, label="true")
+    ax.set(xlabel="rotation, ± degrees", ylabel="ELBO per datum", xlim=(-4, 184), xticks=range(0, 181, 45))
+    ax.legend(loc="best", fontsize="small")
+    return ax
+
+
+def filter_bank(filters: Tensor, ax: Axes) -> Axes:
+    """Draw rows of a first layer under transformations, one row each; blue is negative, red positive.
+
+    Args:
+        filters: ``[rows, samples, channels, height, width]``, of ``variational.ShallowNetwork.filter_bank``; channels are
+            averaged.
+        ax: to draw on.
+    """
+    if filters.ndim != 5:
+        raise ValueError(f"filter_bank draws [rows, samples, channels, height, width], got shape {list(filters.shape)}")
+    tiles = torch.nn.functional.pad(filters.mean(2), (1, 1, 1, 1), value=math.nan).cpu()
+    size = filters.abs().max().item()
+    mosaic = tiles.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    ax.imshow(mosaic, cmap="coolwarm", vmin=-size, vmax=size, interpolation="nearest")
+    ax.set(xticks=[], yticks=[], xlabel="transformations", ylabel="features")
+    for spine in ax.spines.values():
+        spine.set_visible(False)
     return ax

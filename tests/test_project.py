@@ -92,7 +92,11 @@ ARROWS = {
     "comparison": {"directory", "", "experiments"},
     "demos": {"", "augmentations", "curvature", "datasets", "hyper", "invariant"},
     "pairs": {"", "autoencoder", "directory"},
-    "cli": {"", "comparison", "experiments", "layers.networks", "layerwise", "measurement", "pairs"},
+    "variational": {"augmentations", "augmentations.base", "hyper"},
+    "recovery": {"directory", "", "augmentations", "variational"},
+    "cli": {
+        "", "comparison", "experiments", "layers.networks", "layerwise", "measurement", "pairs", "recovery", "variational",
+    },
     "__main__": {"cli"},
     "": {"", "augmentations", "hyper", "invariant", "marglik"},
 }  # fmt: skip
