@@ -232,6 +232,6 @@ def test_interrupt_ends_in_one_line(monkeypatch, tmp_path, context):
         error.__context__ = context
         raise error
 
-    monkeypatch.setattr(cli, "learn", interrupted)
+    monkeypatch.setattr(cli.learn, "learn", interrupted)
     with pytest.raises(SystemExit, match="interrupted; the same command with --resume goes on"):
         cli.main(["learn", "--out", str(tmp_path)])

@@ -94,9 +94,15 @@ ARROWS = {
     "pairs": {"", "autoencoder", "directory"},
     "variational": {"augmentations", "augmentations.base", "hyper"},
     "recovery": {"directory", "", "augmentations", "variational"},
-    "cli": {
-        "", "comparison", "experiments", "layers.networks", "layerwise", "measurement", "pairs", "recovery", "variational",
-    },
+    "cli.arguments": {""},
+    "cli.output": set(),
+    "cli.learn": {"cli.arguments", "cli.output", "comparison", "experiments"},
+    "cli.layers": {"cli.arguments", "cli.output", "layers.networks", "layerwise"},
+    "cli.measure": {"", "cli.arguments", "cli.output", "measurement"},
+    "cli.pairs": {"cli.arguments", "cli.output", "pairs"},
+    "cli.variational": {"cli.arguments", "cli.output", "recovery", "variational"},
+    "cli.demo": {"", "cli.output"},
+    "cli": {"", "cli"},
     "__main__": {"cli"},
     "": {"", "augmentations", "hyper", "invariant", "marglik"},
 }  # fmt: skip
