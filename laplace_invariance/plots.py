@@ -411,6 +411,7 @@ def orbit_codes(codes: Sequence[Sequence[float]], ax: Axes) -> Axes:
     """Plot each entry of the codes of one thing, ``[transformations, entries]``, as a line over its transformations."""
     ax.plot(codes, ".-", lw=1, ms=4)
     ax.set(xlabel="transformation", ylabel="entries of the code")
+    return ax
 
 
 def ranges_from_starts(curves: Mapping[str, Sequence[Sequence[float]]], truth: float, ax: Axes) -> Axes:
