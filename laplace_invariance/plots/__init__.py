@@ -1,0 +1,38 @@
+"""Pictures. Functions take and return matplotlib Axes; matplotlib is needed only when one is called."""
+
+from laplace_invariance.plots.layers import KINDS, layer_precisions, layer_shares
+from laplace_invariance.plots.outcomes import accuracies, bound_by_range, invariances, orbit_codes, probability_by_angle
+from laplace_invariance.plots.style import figure
+from laplace_invariance.plots.training import (
+    errors,
+    evidence,
+    evidence_terms,
+    learnt_range,
+    ranges_from_starts,
+    ranges_over_epochs,
+    spectra,
+)
+from laplace_invariance.plots.transformations import filter_bank, flow, samples, shapes
+
+__all__ = [
+    "KINDS",
+    "accuracies",
+    "bound_by_range",
+    "errors",
+    "evidence",
+    "evidence_terms",
+    "figure",
+    "filter_bank",
+    "flow",
+    "invariances",
+    "layer_precisions",
+    "layer_shares",
+    "learnt_range",
+    "orbit_codes",
+    "probability_by_angle",
+    "ranges_from_starts",
+    "ranges_over_epochs",
+    "samples",
+    "shapes",
+    "spectra",
+]
