@@ -229,9 +229,9 @@ def test_finite_group_elements_and_weights():
     torch.testing.assert_close(samples[:, group.names.index("horizontal_flip")], x.flip(3))
     torch.testing.assert_close(group.weights(6), torch.full((6,), 1 / 6))
     assert group.magnitudes() == pytest.approx(dict.fromkeys(group.names, 1 / 6))
-    group.eta.data[0] = -1.0
+    group.eta.data[:2] = torch.tensor([-1.0, 2.0])
     group.project_()
-    assert group.eta.min() == 0
+    assert group.eta[:2].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,8 @@ def test_finite_group_elements_and_weights():
         (lambda: li.AffineImage(init=1.5, constraint="tanh"), "below"),
         (lambda: li.AffinePoints(4), "2 or 3 dimensions"),
         (lambda: li.FiniteGroup("mirror"), "no element 'mirror'"),
-        (lambda: li.FiniteGroup(init=-1), "negative"),
+        (lambda: li.FiniteGroup(init=-1), "between 0"),
+        (lambda: li.FiniteGroup(init=1.5), "full invariance"),
         (lambda: li.AffineImage().sample(3, 0), "positive integer"),
         (lambda: li.AffineImage().apply(torch.randn(IMAGES), torch.zeros(3, 4, 5)), r"\[n or 1, n_samples, 6\]"),
         (lambda: li.AffineImage().apply(torch.randn(IMAGES), torch.zeros(2, 4, 6)), "n = 3 inputs"),

@@ -31,8 +31,8 @@ class FiniteGroup(Augmentation):
     """Flips and quarter turns of images ``[n, channels, height, width]``, with learnt weights, no sampling.
 
     The network is averaged over the identity and the given elements with weights ``1 / z`` and ``eta_i / z``,
-    ``z = 1 + sum_i eta_i``, ``eta_i >= 0``: ``eta = 0`` is the identity alone and ``eta = 1`` full invariance. All elements
-    are always applied, so ``n_samples`` of the model is ignored.
+    ``z = 1 + sum_i eta_i``, ``eta_i`` from 0, the identity alone, to 1, full invariance. All elements are always applied, so
+    ``n_samples`` of the model is ignored.
 
     Args:
         elements: ``"flips"``, ``"quarter_turns"``, ``"all"``, or names: horizontal_flip, vertical_flip, quarter_turn,
@@ -51,8 +51,8 @@ class FiniteGroup(Augmentation):
                 raise ValueError(
                     f"FiniteGroup has no element {name!r}; choose from {known} (the identity is always there)"
                 )
-        if init < 0:
-            raise ValueError(f"init must not be negative, got {init}")
+        if not 0 <= init <= 1:
+            raise ValueError(f"init must be between 0, the identity alone, and 1, full invariance, got {init}")
         self.names = ("identity", *dict.fromkeys(names))
         self.register_hyperparameter("eta", torch.full((len(self.names) - 1,), float(init)))
 
@@ -99,4 +99,4 @@ class FiniteGroup(Augmentation):
         return {name: f"weight {weight:.3f}" for name, weight in self.magnitudes().items()}
 
     def project_(self) -> None:
-        self.eta.data.clamp_(min=0)
+        self.eta.data.clamp_(0, 1)
