@@ -54,6 +54,7 @@ GROUPS: dict[str, tuple[Callable[[], Augmentation], Callable[[], Augmentation]]]
         lambda: AffineImage(init={"rotation": 0.1}, learn="rotation", draws="sobol"),
     ),
 }
+N_MEASURED = 22  # rotations to measure by: not a multiple of those that a network is averaged over, where it does best
 N_SPECTRUM, N_SPECTRA = 64, 20  # test images that spectra are of, and how many are taken over training
 
 
@@ -183,10 +184,13 @@ def measure(
     if out is not None:
         claim(out, experiment, resume)
     split, shifted = _data(experiment)
+    whole = GROUPS[experiment.group][0]()
+    whole.apply(split.x_test[:1], whole.fixed(1))  # refuses images that it cannot move
     if out is not None:
         write_json(out / "experiment.json", asdict(experiment))
     networks: dict[str, MeasuredNetwork] = {}
-    for method in methods:
+    finished = [method for method in METHODS if out is not None and (out / f"{method}.json").exists()]
+    for method in [method for method in METHODS if method in methods or method in finished]:
         path = None if out is None else out / f"{method}.json"
         if path is not None and path.exists():
             networks[method] = MeasuredNetwork.read(path)
@@ -213,6 +217,8 @@ def _data(experiment: MeasurementExperiment) -> tuple[datasets.Split, dict[str, 
     if e.shifted is None:
         return split, {split.name: split.x_test, "negatives": 1 - split.x_test}
     other = datasets.load(e.shifted, **options)
+    if other.name == split.name:
+        raise ValueError(f"images and shifted images are both called {other.name!r}; give others, or rename a file")
     if other.in_shape != split.in_shape:
         raise ValueError(
             f"images of {other.name} are {list(other.in_shape)}, and those of {split.name} {list(split.in_shape)}; the network "
@@ -236,7 +242,7 @@ def _measure(
     recorder = SpectrumRecorder(
         split.x_test[:N_SPECTRUM],
         whole,
-        n_samples=experiment.n_samples,
+        n_samples=N_MEASURED,
         every=max(experiment.n_epochs // N_SPECTRA, 1),
     )
     result = marglik_training(
@@ -249,7 +255,7 @@ def _measure(
     )
     return MeasuredNetwork(
         *(accuracy(model, DataLoader(TensorDataset(x, split.y_test), TEST_BATCH)) for x in (split.x_test, turned)),
-        invariance=invariance_report({method: model}, data, whole, n_samples=experiment.n_samples).rows[method],
+        invariance=invariance_report({method: model}, data, whole, n_samples=N_MEASURED).rows[method],
         epochs=recorder.epochs,
         spectra=recorder.spectra,
         ranges=_learnt(start) if method == "evidence" else {},
@@ -290,8 +296,8 @@ def _recipe(experiment: MeasurementExperiment, n_train: int) -> dict[str, Any]:
         "optimizer_kwargs": {"lr": 5e-3},
         "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
         "scheduler_kwargs": {"T_max": experiment.n_epochs * math.ceil(n_train / BATCH), "eta_min": 5e-5},
-        "n_epochs_burnin": min(4, experiment.n_epochs),
-        "marglik_frequency": min(2, experiment.n_epochs),
+        "n_epochs_burnin": min(4, experiment.n_epochs - 1),
+        "marglik_frequency": 2 if experiment.n_epochs > 4 else 1,
         "n_hypersteps": 4,
         "backend_kwargs": {"output_rank": 3},
     }

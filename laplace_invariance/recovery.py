@@ -90,6 +90,10 @@ class RecoveryExperiment:
         for name in ("n_epochs", "batch_size", "lr", "lr_mean", "lr_hyper"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.n_epochs <= self.n_epochs_burnin:
+            raise ValueError(
+                f"n_epochs must be above the {self.n_epochs_burnin} of burn-in, in which ranges stay, got {self.n_epochs}"
+            )
 
     @property
     def plan(self) -> list[tuple[str, float]]:
@@ -120,7 +124,8 @@ class Recovery:
 
     def best(self, method: str) -> Run | None:
         """Return the run of a method with the highest bound, if there is one."""
-        return max((run for run in self.runs if run.method == method), key=lambda run: run.elbo, default=None)
+        found = [run for run in self.runs if run.method == method and run.elbo is not None]
+        return max(found, key=lambda run: run.elbo, default=None)
 
     def __str__(self) -> str:
         e = self.experiment

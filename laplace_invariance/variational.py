@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.augmentations import AffineImage, AffinePoints
 from laplace_invariance.augmentations.base import check_n_samples
+from laplace_invariance.draws import are_fixed
 from laplace_invariance.hyper import Hyperparameterised, differentiable, hyperparameters
 
 __all__ = ["OBJECTIVES", "ShallowNetwork", "fit"]
@@ -142,10 +143,11 @@ class ShallowNetwork(Hyperparameterised):
 
     def features(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
         """Return the features ``[n, n_features]`` of inputs, averaged over transformations; by default those of the class."""
-        if x.shape[1:] != self.in_shape:
-            raise ValueError(f"inputs must be [n, {', '.join(map(str, self.in_shape))}], got shape {list(x.shape)}")
+        if x.shape[1:] != self.in_shape or x.dtype != self.weight.dtype:
+            wanted = f"[n, {', '.join(map(str, self.in_shape))}] of {self.weight.dtype}"
+            raise ValueError(f"inputs must be {wanted}, got shape {list(x.shape)} of {x.dtype}")
         if draws is None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not are_fixed():
                 draws = self.augmentation.sample(1, self.n_samples, self.generator)
             else:
                 draws = self.augmentation.fixed(self.n_samples)
@@ -174,7 +176,7 @@ class ShallowNetwork(Hyperparameterised):
             n_data: number of all data; None: these are all.
             restart: let ``q`` start anew from ``N(0, A A^T)`` instead of staying what it is.
         """
-        features = self.features(x) * self.log_scale.exp()
+        features = (self.features(x) * self.log_scale.exp()).double()  # it may be all but singular
         n_outputs = len(self.mean)
         curvature = (-2 * self.log_noise).exp() if self.likelihood == "regression" else (n_outputs - 1) / n_outputs**2
         identity = torch.eye(features.shape[1]).to(features)
@@ -182,6 +184,7 @@ class ShallowNetwork(Hyperparameterised):
         # P = U U^T with U upper triangular, by Cholesky from the last row up; then P^-1 = A A^T with A = U^-T
         upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
         basis = torch.linalg.solve_triangular(upper, identity, upper=True).mT
+        basis = basis.to(self.basis)
         if restart:
             for parameter in (self.mean, self.lower, self.log_diagonal):
                 parameter.zero_()
@@ -213,7 +216,7 @@ class ShallowNetwork(Hyperparameterised):
                 raise ValueError(
                     f"labels must be from 0 to {outputs.shape[-1] - 1}, got {y.min().item()} to {y.max().item()}"
                 )
-            return outputs.log_softmax(-1).gather(-1, y.expand(outputs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+            return outputs.log_softmax(-1).gather(-1, y.long().expand(outputs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
         if y.shape != outputs.shape[-2:]:
             raise ValueError(f"targets must be {list(outputs.shape[-2:])}, got shape {list(y.shape)}")
         log_noise = self.hyperparameter("log_noise")
@@ -301,14 +304,18 @@ def fit(
         lr: step size at the start: of the covariance of ``q``, and of ReLU weights.
         lr_mean: that of the mean of ``q``, which is in units of its standard deviation and goes far.
         lr_hyper: that of hyperparameters.
-        n_epochs_burnin: epochs in which hyperparameters stay, since their gradient means nothing before ``q`` fits at all: then
-            any wide range looks good.
+        n_epochs_burnin: epochs, fewer than all, in which hyperparameters stay, since their gradient means nothing before ``q``
+            fits at all: then any wide range looks good.
         progress_bar: show one.
 
     Returns:
         One record per epoch: ``epoch``, ``objective`` per datum, mean over its batches, and ``ranges`` at its end.
     """
     _check_training(x, y, objective, n_epochs, batch_size)
+    if n_epochs_burnin >= n_epochs:
+        raise ValueError(
+            f"nothing is learnt in n_epochs={n_epochs} if n_epochs_burnin={n_epochs_burnin} of them are burn-in"
+        )
     learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
     rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
     groups = [{"params": [model.mean], "lr": lr_mean}, {"params": rest, "lr": lr}, {"params": learnt, "lr": lr_hyper}]
@@ -347,10 +354,10 @@ def _check_training(x: Tensor, y: Tensor, objective: str, n_epochs: int, batch_s
         raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
     if n_epochs < 1 or batch_size < 1:
         raise ValueError(f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}")
-    if len(x) != len(y):
-        raise ValueError(f"{len(x)} inputs need as many labels or targets, got {len(y)}")
-    if not x.isfinite().all():
-        raise ValueError("inputs hold NaN or infinite values")
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"there must be inputs, and as many labels or targets, got {len(x)} and {len(y)}")
+    if not (x.isfinite().all() and y.isfinite().all()):
+        raise ValueError("inputs or targets hold NaN or infinite values")
 
 
 def _widest(augmentation: AffineImage | AffinePoints) -> dict[str, str]:

@@ -439,3 +439,56 @@ def test_more_bad_input_is_explained():
         Regularised(3.0)
     with pytest.raises(TypeError, match="objective must be an instance"):
         Regularised(InvarianceError("p4"), 1.0, MAP)
+
+
+# The identity does not count, and what moves nothing is refused.
+
+
+@pytest.mark.parametrize("n_samples", [1, 2, 3, 8])
+def test_the_identity_is_not_on_an_orbit_of_draws(n_samples):
+    x, rotations = images(), li.AffineImage(**ROTATIONS)
+    moved = Orbit(rotations, n_samples).all(x)
+    assert moved.shape[1] == n_samples + n_samples % 2
+    assert (moved - x.unsqueeze(1)).flatten(2).norm(dim=-1).min() > 0.1
+    assert logit_invariance(plain(), x, rotations, n_samples=n_samples) > 0.1
+
+
+def test_reaction_to_no_change_is_none():
+    x = images() + torch.zeros(7, 2, 5, 5)
+    x = (x + x.rot90(1, (-2, -1)) + x.rot90(2, (-2, -1)) + x.rot90(3, (-2, -1))) / 4  # up to rounding, turns do nothing
+    assert jacobian_spectrum(plain(), x, "p4").orbit == 0
+
+
+def test_groups_that_move_nothing_are_refused():
+    with pytest.raises(ValueError, match="transforms nothing"):
+        Orbit(Group("hue", [[0, 1, 2], [1, 2, 0], [2, 0, 1]]))
+    with pytest.raises(ValueError, match="draws of a grid are always the same"):
+        InvarianceError(li.AffineImage(init={"rotation": math.pi}, learn="rotation", draws="grid"))
+
+
+def test_a_constant_is_invariant():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return self.bias.expand(len(x), -1)
+
+    x = images()
+    assert saliency_invariance(Constant(), x, "p4") == 1
+    assert jacobian_spectrum(Constant(), x, "p4").relative == 0
+
+
+def test_a_penalty_is_known_by_what_is_not_learnt():
+    augmentation = li.AffineImage(init={"rotation": 0.3}, learn="rotation")
+    penalty = InvarianceError(augmentation)
+    before = repr(penalty)
+    augmentation.eta.data.mul_(2)
+    assert repr(penalty) == before
+
+
+@pytest.mark.parametrize(("model", "x"), [(plain(), images(0)), (nn.Flatten(0), images())])
+def test_penalty_refuses_what_it_cannot_compare(model, x):
+    with pytest.raises((TypeError, ValueError), match=r"no inputs|must return \[n, outputs\]"):
+        InvarianceError("p4")(model, x)

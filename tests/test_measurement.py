@@ -206,3 +206,15 @@ def test_bad_arguments_are_explained_and_write_nothing(tmp_path, arguments, matc
     with pytest.raises(SystemExit, match=match):
         cli.main(["measure", *arguments, "--quiet", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_networks_of_earlier_calls_stay_in_the_report(tmp_path):
+    experiment = MeasurementExperiment(**SMALL | {"n_epochs": 1})
+    measure(experiment, ["plain"], tmp_path)
+    assert list(measure(experiment, ["tied"], tmp_path, resume=True).networks) == ["plain", "tied"]
+    assert "plain" in (tmp_path / "report.txt").read_text()
+
+
+def test_data_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="both called 'digits'"):
+        measure(MeasurementExperiment(**SMALL | {"shifted": "digits"}), ["plain"])

@@ -97,7 +97,7 @@ ARROWS = {
     "comparison": {"directory", "", "experiments"},
     "demos": {"", "augmentations", "curvature", "datasets", "hyper", "invariant"},
     "pairs": {"", "autoencoder", "directory"},
-    "variational": {"augmentations", "augmentations.base", "hyper"},
+    "variational": {"augmentations", "augmentations.base", "draws", "hyper"},
     "recovery": {"directory", "", "augmentations", "variational"},
     "cli.arguments": {""},
     "cli.output": set(),

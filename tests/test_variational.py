@@ -10,6 +10,7 @@ from twins import central_differences
 
 import laplace_invariance as li
 from laplace_invariance import cli, plots
+from laplace_invariance.draws import fixed_draws
 from laplace_invariance.recovery import RecoveryExperiment, recover
 from laplace_invariance.variational import ShallowNetwork, fit
 
@@ -361,7 +362,7 @@ def test_networks_refuse(options, error, match):
 def test_data_that_do_not_fit_are_refused():
     model, regression = points_network(), points_network("regression")
     x, y = data(model)
-    with pytest.raises(ValueError, match=r"inputs must be \[n, 2\], got shape \[7, 3\]"):
+    with pytest.raises(ValueError, match=r"inputs must be \[n, 2\] of torch.float64, got shape \[7, 3\]"):
         model(torch.randn(7, 3))
     with pytest.raises(ValueError, match=r"labels must be integers \[n\], got shape \[7\] of torch.float64"):
         model.elbo(x, y.double())
@@ -369,7 +370,7 @@ def test_data_that_do_not_fit_are_refused():
         model.elbo(x, torch.tensor([0, 1, 2, 3, 0, 0, 0]))
     with pytest.raises(ValueError, match=r"targets must be \[7, 3\], got shape \[7, 2\]"):
         regression.elbo(x, torch.randn(7, 2))
-    with pytest.raises(ValueError, match="7 inputs need as many labels or targets, got 6"):
+    with pytest.raises(ValueError, match="as many labels or targets, got 7 and 6"):
         fit(model, x, y[:6])
     with pytest.raises(ValueError, match="n_epochs and batch_size must be positive, got 1 and 0"):
         fit(model, x, y, n_epochs=1, batch_size=0)
@@ -464,7 +465,7 @@ def test_variational_prints_a_table(tmp_path, capsys):
         "--samples",
         "3",
         "--epochs",
-        "1",
+        "2",
         "--train",
         "60",
     ]
@@ -480,7 +481,7 @@ def test_variational_prints_a_table(tmp_path, capsys):
         "filters.png",
     ):
         assert word in out
-    for word in ("range learnt by the ELBO, from ±5 degrees", "1/1", "elbo", "rotation"):
+    for word in ("range learnt by the ELBO, from ±5 degrees", "2/2", "elbo", "rotation"):
         assert word in err
     cli.main(["variational", *arguments, "--resume", "--quiet"])
     assert capsys.readouterr().out == out
@@ -523,3 +524,42 @@ def test_ranges_and_bounds_are_drawn_with_the_truth():
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in right.get_lines()}
     assert drawn["fixed"] == ([0, 90], [-0.9, -0.5])
     assert drawn["learnt"] == ([80], [-0.4])
+
+
+def test_fixed_draws_are_those_of_predictions():
+    model, x = points_network(draws="independent"), torch.randn(5, 2)
+    with torch.no_grad():
+        expected = model.features(x)
+    with fixed_draws():
+        torch.testing.assert_close(model.features(x), expected)
+    assert not torch.allclose(model.features(x), expected)
+
+
+def test_basis_exists_for_little_noise_in_single_precision():
+    torch.set_default_dtype(torch.float32)
+    model = ShallowNetwork(
+        li.AffinePoints(init={"rotation": 0.3}, learn="rotation"), (2,), 1, 256, likelihood="regression", noise=0.01
+    )
+    x = torch.randn(2000, 2)
+    model.rebase_(x, 60000, restart=True)
+    assert model.basis.isfinite().all()
+
+
+def test_burn_in_must_end():
+    model, x, y = points_network(), torch.randn(7, 2), torch.randint(3, (7,))
+    with pytest.raises(ValueError, match="burn-in"):
+        fit(model, x, y, n_epochs=2, n_epochs_burnin=2)
+    with pytest.raises(ValueError, match="burn-in"):
+        RecoveryExperiment(n_epochs=1)
+
+
+def test_labels_may_be_small_integers_and_data_must_be_there():
+    model, x, y = points_network(), torch.randn(7, 2), torch.randint(3, (7,))
+    torch.manual_seed(0)
+    expected = model.elbo(x, y)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model.elbo(x, y.to(torch.uint8)), expected)
+    with pytest.raises(ValueError, match="there must be inputs"):
+        fit(model, x[:0], y[:0], n_epochs=2)
+    with pytest.raises(ValueError, match=r"of torch.float64, got .* of torch.float32"):
+        model.elbo(x.float(), y)

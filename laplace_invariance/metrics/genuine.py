@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laplace_invariance.augmentations.base import check_n_samples
+from laplace_invariance.augmentations.base import Augmentation, check_n_samples
 from laplace_invariance.draws import fixed_draws
 from laplace_invariance.metrics.orbits import Data, GroupLike, Orbit, batches, check_outputs, evaluation
 
@@ -133,10 +133,11 @@ def _saliency_cosines(model: nn.Module, x: Tensor, orbit: Orbit) -> Tensor:
     moved = orbit.all(x)
     outputs = check_outputs(model(x), len(x))
     classes = outputs.argmax(-1, keepdim=True)
-    (own,) = torch.autograd.grad(outputs.gather(1, classes).sum(), x)
+    (own,) = torch.autograd.grad(outputs.gather(1, classes).sum(), x, allow_unused=True, materialize_grads=True)
     rows = moved.detach().flatten(0, 1).requires_grad_()
-    logits = model(rows).gather(1, classes.repeat_interleave(orbit.size, 0))
-    there = torch.autograd.grad(logits.sum(), rows)[0].unflatten(0, moved.shape[:2])
+    logits = check_outputs(model(rows), len(rows)).gather(1, classes.repeat_interleave(orbit.size, 0))
+    (there,) = torch.autograd.grad(logits.sum(), rows, allow_unused=True, materialize_grads=True)
+    there = there.unflatten(0, moved.shape[:2])
     cosines = []
     for part, map_there in zip(moved.unbind(1), there.unbind(1), strict=True):
         (back,) = torch.autograd.grad(part, x, map_there, retain_graph=True)
@@ -167,17 +168,24 @@ class InvarianceError:
 
     def __init__(self, group: GroupLike, n_samples: int = 1, generator: torch.Generator | None = None) -> None:
         self.orbit, self.n_samples, self.generator = Orbit(group), check_n_samples(n_samples), generator
+        if getattr(group, "draws", None) == "grid":
+            raise ValueError("draws of a grid are always the same, and one is the identity; use draws='independent'")
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the error, differentiable in the weights of the model, for inputs ``x`` ``[n, ...]``."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"the invariance error is that of a batch of inputs, a tensor, got {type(x).__name__}")
+        if not isinstance(x, Tensor) or not len(x):
+            kind = "no inputs" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"the invariance error is that of a batch of inputs, a tensor, got {kind}")
         rows = torch.cat([x.unsqueeze(1), self.orbit.random(x, self.n_samples, self.generator)], dim=1)
-        outputs = model(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+        outputs = check_outputs(model(rows.flatten(0, 1)), len(rows.flatten(0, 1))).unflatten(0, rows.shape[:2])
         return (outputs[:, 1:] - outputs[:, :1]).square().flatten(2).sum(-1).mean() / 2
 
     def __repr__(self) -> str:  # a checkpoint is known by it
-        return f"InvarianceError({self.orbit.group!r}, n_samples={self.n_samples})"
+        group = self.orbit.group
+        name = (
+            type(group).__name__ if isinstance(group, Augmentation) else repr(group.name)
+        )  # ranges may be being learnt
+        return f"InvarianceError({name}, n_samples={self.n_samples})"
 
 
 @dataclass(frozen=True)

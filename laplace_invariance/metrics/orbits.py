@@ -26,7 +26,8 @@ class Orbit:
 
     Args:
         group: ``"p2"``, ``"p4"``, ``"pm"``, ``"p4m"``, a :class:`~laplace_invariance.layers.Group`, or an augmentation.
-        n_samples: fixed draws of an augmentation; of no effect for finite groups.
+        n_samples: fixed draws of an augmentation, one more if odd, since the middle of these is the identity; of no effect for
+            finite groups.
     """
 
     def __init__(self, group: GroupLike, n_samples: int = 8) -> None:
@@ -40,9 +41,10 @@ class Orbit:
             self.order = self.group.order
         else:
             self.order = len(self.group.names) if isinstance(group, FiniteGroup) else None
-        if self.order == 1 or (self.order is None and not any(self.group.magnitudes().values())):
+        still = isinstance(self.group, Group) and self.group.matrices is None and not self.group.permutations
+        if self.order == 1 or still or (self.order is None and not any(self.group.magnitudes().values())):
             raise ValueError(f"{self.group!r} transforms nothing, so every network is invariant to it; give it a range")
-        self.size = n_samples if self.order is None else self.order - 1
+        self.size = n_samples + n_samples % 2 if self.order is None else self.order - 1
 
     def all(self, x: Tensor) -> Tensor:
         """Return ``x`` ``[n, ...]`` under every element, or every fixed draw, ``[n, size, ...]``."""

@@ -61,7 +61,10 @@ def jacobian_spectrum(
             x = x.detach().requires_grad_()
             outputs = check_outputs(model(x), len(x))
             rows = [
-                torch.autograd.grad(column.sum(), x, retain_graph=True)[0].flatten(1) for column in outputs.unbind(1)
+                torch.autograd.grad(column.sum(), x, retain_graph=True, allow_unused=True, materialize_grads=True)[
+                    0
+                ].flatten(1)
+                for column in outputs.unbind(1)
             ]
             values.append(torch.linalg.svdvals(torch.stack(rows, 1)))
             reactions.append(_reactions(model, x.detach(), moved, outputs.detach()))
@@ -74,7 +77,8 @@ def _reactions(model: nn.Module, x: Tensor, moved: Tensor, outputs: Tensor) -> T
     """Return ``|f(g x) - f(x)| / |g x - x|`` for all inputs and transformations in one row, 0 where ``g x = x``."""
     change = model(moved.flatten(0, 1)).unflatten(0, moved.shape[:2]) - outputs.unsqueeze(1)
     size = (moved - x.unsqueeze(1)).flatten(2).norm(dim=-1)
-    return (change.norm(dim=-1) / size.clamp_min(torch.finfo(size.dtype).tiny)).flatten()
+    rounding = 1e2 * torch.finfo(size.dtype).eps * x.flatten(1).norm(dim=1, keepdim=True)
+    return torch.where(size > rounding, change.norm(dim=-1) / size, 0.0).flatten()
 
 
 class SpectrumRecorder:
