@@ -34,10 +34,10 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks.md
-	$(BIN)/python tests/bench.py --write
-	$(BIN)/python tests/bench_layers.py --write
-	$(BIN)/python tests/bench_engines.py --write
+bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks/README.md
+	$(BIN)/python benchmarks/bench.py --write
+	$(BIN)/python benchmarks/bench_layers.py --write
+	$(BIN)/python benchmarks/bench_engines.py --write
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -13,7 +13,7 @@ from tqdm import trange
 
 from laplace_invariance import plots
 from laplace_invariance.autoencoder import InvariantAutoencoder, inverse_distance_loss, network
-from laplace_invariance.pairs import HiddenShifts
+from laplace_invariance.datasets import HiddenShifts
 
 FEATURES, WIDTH, STEPS, BATCH = 8, 64, 4000, 128
 

@@ -16,7 +16,12 @@ from laplace_invariance.augmentations import (
     FiniteGroup,
     Sequence,
 )
-from laplace_invariance.hyper import Hyperparameterised, hyperparameters, learning, named_hyperparameters
+from laplace_invariance.hyper import (
+    Hyperparameterised,
+    hyperparameters,
+    learning,
+    named_hyperparameters,
+)
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik import marglik_training
 

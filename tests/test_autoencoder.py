@@ -8,10 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from laplace_invariance import cli, pairs
-from laplace_invariance.autoencoder import InvariantAutoencoder, RichLayer, inverse_distance_loss, network
+from laplace_invariance import cli
+from laplace_invariance.autoencoder import (
+    InvariantAutoencoder,
+    RichLayer,
+    inverse_distance_loss,
+    network,
+)
 from laplace_invariance.curvature import check_model
-from laplace_invariance.pairs import TASKS, HiddenShifts, PairExperiment, fourier_code, learn_pairs
+from laplace_invariance.datasets import HiddenShifts, fourier_code
+from laplace_invariance.experiments import pairs
+from laplace_invariance.experiments.pairs import TASKS, PairExperiment, learn_pairs
 
 PAIR_TASKS = [task for task in TASKS if task != "dft"]
 SMALL = {"n_features": 4, "width": 6, "n_train": 70, "n_test": 30, "n_epochs": 2, "batch_size": 32}

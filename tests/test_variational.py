@@ -11,7 +11,7 @@ from twins import central_differences
 import laplace_invariance as li
 from laplace_invariance import cli, plots
 from laplace_invariance.draws import fixed_draws
-from laplace_invariance.recovery import RecoveryExperiment, recover
+from laplace_invariance.experiments.variational import RecoveryExperiment, recover
 from laplace_invariance.variational import ShallowNetwork, fit
 
 

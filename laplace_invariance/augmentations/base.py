@@ -87,7 +87,9 @@ class Augmentation(Hyperparameterised):
         Args:
             generator: source of the draws; None is torch's default generator, which ``DataLoader`` seeds in its workers.
         """
-        from laplace_invariance.augmentations.export import LearntTransform  # torchvision takes seconds to import
+        from laplace_invariance.augmentations.export import (
+            LearntTransform,  # torchvision takes seconds to import
+        )
 
         return LearntTransform(self, generator)
 

@@ -32,7 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _points(arguments: argparse.Namespace) -> None:
-    from laplace_invariance import demos
+    from laplace_invariance.experiments import demo as demos
 
     need_matplotlib()
     if arguments.epochs < demos.BURN_IN + demos.EVERY:

@@ -6,8 +6,8 @@ import argparse
 
 from laplace_invariance.cli.arguments import data_arguments, explained, run_arguments
 from laplace_invariance.cli.output import files
+from laplace_invariance.experiments.layers import METHODS, TASKS, LayerExperiment, learn_layers
 from laplace_invariance.layers.networks import PATHS
-from laplace_invariance.layerwise import METHODS, TASKS, LayerExperiment, learn_layers
 
 __all__ = ["add"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from laplace_invariance.cli.arguments import data_arguments, explained, run_arguments
 from laplace_invariance.cli.output import files, need_matplotlib, say
-from laplace_invariance.comparison import compare
-from laplace_invariance.experiments import METHODS, NETWORKS, Experiment, learn
+from laplace_invariance.experiments.compare import compare
+from laplace_invariance.experiments.learn import METHODS, NETWORKS, Experiment, learn
 
 __all__ = ["add"]
 

@@ -7,7 +7,7 @@ import argparse
 from laplace_invariance import datasets
 from laplace_invariance.cli.arguments import explained, run_arguments
 from laplace_invariance.cli.output import files, say
-from laplace_invariance.measurement import GROUPS, METHODS, MeasurementExperiment, measure
+from laplace_invariance.experiments.measure import GROUPS, METHODS, MeasurementExperiment, measure
 
 __all__ = ["add"]
 

@@ -6,7 +6,7 @@ import argparse
 
 from laplace_invariance.cli.arguments import explained, out_arguments
 from laplace_invariance.cli.output import files
-from laplace_invariance.pairs import TASKS, PairExperiment, learn_pairs
+from laplace_invariance.experiments.pairs import TASKS, PairExperiment, learn_pairs
 
 __all__ = ["add"]
 

@@ -6,7 +6,12 @@ import argparse
 
 from laplace_invariance.cli.arguments import data_arguments, run_arguments
 from laplace_invariance.cli.output import files, say
-from laplace_invariance.recovery import METHODS, TRANSFORMS, RecoveryExperiment, recover
+from laplace_invariance.experiments.variational import (
+    METHODS,
+    TRANSFORMS,
+    RecoveryExperiment,
+    recover,
+)
 from laplace_invariance.variational import ACTIVATIONS
 
 __all__ = ["add"]

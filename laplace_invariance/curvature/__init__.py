@@ -2,17 +2,21 @@
 
 from importlib import import_module
 
-from laplace_invariance.curvature.checking import check_model
-from laplace_invariance.curvature.kron import DifferentiableKron, DifferentiableKronDecomposed, load_state_dict
-from laplace_invariance.curvature.native import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature.check import check_model
+from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature.kron import (
+    DifferentiableKron,
+    DifferentiableKronDecomposed,
+    load_state_dict,
+)
 from laplace_invariance.curvature.rules import Block, register_rule
 
 # Engines of other packages, imported when asked for: name -> (module here, package there, what to install)
 _ENGINES = {
-    "AsdlAugmentedEF": ("asdl", "asdl", "asdfghjkl"),
-    "AsdlAugmentedGGN": ("asdl", "asdl", "asdfghjkl"),
-    "BackPackAugmentedEF": ("backpack", "backpack", "backpack-for-pytorch"),
-    "BackPackAugmentedGGN": ("backpack", "backpack", "backpack-for-pytorch"),
+    "AsdlAugmentedEF": ("engines.asdl", "asdl", "asdfghjkl"),
+    "AsdlAugmentedGGN": ("engines.asdl", "asdl", "asdfghjkl"),
+    "BackPackAugmentedEF": ("engines.backpack", "backpack", "backpack-for-pytorch"),
+    "BackPackAugmentedGGN": ("engines.backpack", "backpack", "backpack-for-pytorch"),
 }
 
 __all__ = [

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.hyper import named_hyperparameters
-from laplace_invariance.marglik.checkpointing import Journal, RandomStates
-from laplace_invariance.marglik.estimation import Curvature
+from laplace_invariance.marglik.checkpoints import Journal, RandomStates
+from laplace_invariance.marglik.evidence import Curvature
 from laplace_invariance.marglik.objectives import Evidence, Objective
 from laplace_invariance.marglik.priors import Priors
-from laplace_invariance.marglik.run import Record, Run, Schedule
+from laplace_invariance.marglik.trainer import Record, Run, Schedule
 
 __all__ = ["Result", "marglik_training"]
 

@@ -10,8 +10,17 @@ from laplace_invariance.metrics.genuine import (
     predictive_invariance,
     saliency_invariance,
 )
-from laplace_invariance.metrics.layers import LayerReport, PathReport, effective_parameters, layer_report
-from laplace_invariance.metrics.spectrum import JacobianSpectrum, SpectrumRecorder, jacobian_spectrum
+from laplace_invariance.metrics.layers import (
+    LayerReport,
+    PathReport,
+    effective_parameters,
+    layer_report,
+)
+from laplace_invariance.metrics.spectrum import (
+    JacobianSpectrum,
+    SpectrumRecorder,
+    jacobian_spectrum,
+)
 
 __all__ = [
     "Invariance",

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import Augmentation, check_n_samples
 from laplace_invariance.draws import fixed_draws
-from laplace_invariance.metrics.orbits import Data, GroupLike, Orbit, batches, check_outputs, evaluation
+from laplace_invariance.metrics.orbits import (
+    Data,
+    GroupLike,
+    Orbit,
+    batches,
+    check_outputs,
+    evaluation,
+)
 
 __all__ = [
     "Invariance",

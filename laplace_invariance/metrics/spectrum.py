@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from laplace_invariance.draws import fixed_draws
-from laplace_invariance.metrics.orbits import Data, GroupLike, Orbit, batches, check_outputs, evaluation
+from laplace_invariance.metrics.orbits import (
+    Data,
+    GroupLike,
+    Orbit,
+    batches,
+    check_outputs,
+    evaluation,
+)
 
 __all__ = ["JacobianSpectrum", "SpectrumRecorder", "jacobian_spectrum"]
 

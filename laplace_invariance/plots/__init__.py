@@ -1,7 +1,13 @@
 """Pictures. Functions take and return matplotlib Axes; matplotlib is needed only when one is called."""
 
 from laplace_invariance.plots.layers import KINDS, layer_precisions, layer_shares
-from laplace_invariance.plots.outcomes import accuracies, bound_by_range, invariances, orbit_codes, probability_by_angle
+from laplace_invariance.plots.outcomes import (
+    accuracies,
+    bound_by_range,
+    invariances,
+    orbit_codes,
+    probability_by_angle,
+)
 from laplace_invariance.plots.style import figure
 from laplace_invariance.plots.training import (
     errors,

@@ -1,0 +1,252 @@
+"""Time and memory of curvature and of its gradient, as multiples of one training step on the same batch.
+
+``python benchmarks/bench.py`` measures and prints tables; ``--write`` also keeps them in benchmarks/README.md. Ratios are measured side by
+side in one process, as the minimum of several rounds; memory in a fresh process each, as peak above the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# glibc returns large blocks to the system, and the page faults then cost up to 3.5 times the work: same for all sides
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+BATCH, CLASSES = 100, 10
+NETWORKS = ("MLP", "LeNet", "LeNet-ReLU")
+SAMPLES = (1, 8, 31)
+VARIANTS = ("GGN, exact", "GGN, output_rank=2", "EF")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def network(name: str):
+    from torch import nn
+
+    if name == "MLP":
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 1000), nn.Tanh(), nn.Linear(1000, CLASSES))
+    act = nn.ReLU if name.endswith("ReLU") else nn.Tanh
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), act(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), act(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(400, 120), act(), nn.Linear(120, 84), act(), nn.Linear(84, CLASSES),
+    )  # fmt: skip
+
+
+def setting(name: str, n_samples: int):
+    """Return a model of moderately confident predictions, and a batch."""
+    import torch
+
+    import laplace_invariance as li
+
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    model = li.InvariantModel(network(name), li.AffineImage(init=0.1), n_samples)
+    x, y = torch.rand(BATCH, 1, 28, 28), torch.randint(CLASSES, (BATCH,))
+    return model, x, y
+
+
+def steps(name: str, n_samples: int) -> dict[str, Callable[[], object]]:
+    """Return what is timed, by name; the first is the unit."""
+    import torch
+
+    from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+
+    model, x, y = setting(name, n_samples)
+    model.eval()
+
+    def training() -> None:
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+
+    result: dict[str, Callable[[], object]] = {"forward + backward": training}
+    backends = {
+        VARIANTS[0]: AugmentedGGN(model, "classification"),
+        VARIANTS[1]: AugmentedGGN(model, "classification", output_rank=2),
+        VARIANTS[2]: AugmentedEF(model, "classification"),
+    }
+    for variant, backend in backends.items():
+        loss, kron = backend.kron(x, y, N=BATCH)
+        outputs = [loss, *(factor for factors in kron.kfacs for factor in factors)]
+        weights = [torch.randn_like(output) for output in outputs]
+        weights = [w + w.mT if w.ndim == 2 else w for w in weights]
+
+        def factors(backend=backend) -> None:
+            backend.kron(x, y, N=BATCH)
+
+        def gradient(outputs=outputs, weights=weights) -> None:
+            torch.autograd.grad(outputs, model.augmentation.eta, weights)
+
+        result[f"{variant}: kron"] = factors
+        result[f"{variant}: gradient"] = gradient
+    return result
+
+
+def times(name: str, n_samples: int, rounds: int) -> dict[str, float]:
+    """Return the smallest time of each step in seconds, over rounds in which all take turns."""
+    return fastest(steps(name, n_samples), rounds)
+
+
+def fastest(measured: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the smallest time of each function in seconds, over rounds in which all take turns."""
+    best = dict.fromkeys(measured, float("inf"))
+    for _ in range(rounds):
+        for label, step in measured.items():
+            start = time.perf_counter()
+            step()
+            best[label] = min(best[label], time.perf_counter() - start)
+    return best
+
+
+def resident() -> float:
+    """Return the resident memory of this process in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def peak() -> float:
+    """Return the largest resident memory of this process so far in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def memory(name: str, n_samples: int, step: str) -> float:
+    """Return the peak memory of one step above the start, in MB."""
+    import torch
+
+    from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+
+    model, x, y = setting(name, n_samples)
+    model.eval()
+    variant, _, what = step.partition(": ")
+    start = resident()
+    if step == "forward + backward":
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        return peak() - start
+    backend = (
+        AugmentedEF(model, "classification")
+        if variant == "EF"
+        else AugmentedGGN(model, "classification", output_rank=2 if "rank" in variant else None)
+    )
+    loss, kron = backend.kron(x, y, N=BATCH)
+    if what == "gradient":
+        outputs = [loss, *(factor for factors in kron.kfacs for factor in factors)]
+        torch.autograd.grad(outputs, model.augmentation.eta, [torch.ones_like(output) for output in outputs])
+    return peak() - start
+
+
+def evidence_memory(n: int) -> float:
+    """Return the peak memory of a process that fits ``n`` images and differentiates the evidence, in MB."""
+    import torch
+    from laplace import Laplace
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from laplace_invariance.curvature import AugmentedGGN
+
+    model, _, _ = setting("LeNet", 8)
+    data = TensorDataset(torch.rand(n, 1, 28, 28), torch.randint(CLASSES, (n,)))
+    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la.fit(DataLoader(data, batch_size=BATCH))
+    la.log_marginal_likelihood().backward()
+    return peak()
+
+
+def fresh(call: str, module: str = "bench") -> object:
+    """Evaluate an expression of this or another module in a fresh process with the allocator set, and return its value."""
+    code = f"import sys, json, warnings; warnings.simplefilter('ignore'); sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    code += f"import {module}; print('RESULT ' + json.dumps({module}.{call}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{call} failed:\n{done.stderr}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int, ...]) -> str:
+    cells = [(name, n) for name in networks for n in samples]
+    seconds, megabytes = {}, {}
+    for name, n in cells:
+        print(f"timing {name}, S = {n} ...", file=sys.stderr, flush=True)
+        seconds[name, n] = fresh(f"times({name!r}, {n}, {rounds})")
+        for label in seconds[name, n]:
+            megabytes[name, n, label] = fresh(f"memory({name!r}, {n}, {label!r})")
+    labels = list(seconds[cells[0]])
+    header = ["", *(f"{name}, S = {n}" for name, n in cells)]
+    rows = []
+    for label in labels:
+        row = [label]
+        for cell in cells:
+            unit = seconds[cell][labels[0]]
+            ms = f"{seconds[cell][label] * 1e3:.0f} ms"
+            row.append(ms if label == labels[0] else f"{seconds[cell][label] / unit:.2f}x ({ms})")
+        rows.append(row)
+    memories = [[label, *(f"{megabytes[(*cell, label)]:.0f}" for cell in cells)] for label in labels]
+    return "\n\n".join(
+        [
+            "Time, as a multiple of one forward + backward:",
+            table(header, rows),
+            "Peak memory above the start, MB:",
+            table(header, memories),
+        ]
+    )
+
+
+def evidence_table() -> str:
+    sizes = (2000, 8000)
+    values = []
+    for n in sizes:
+        print(f"memory of fit + backward, N = {n} ...", file=sys.stderr, flush=True)
+        values.append(fresh(f"evidence_memory({n})"))
+    rows = [["peak resident memory, MB", *(f"{value:.0f}" for value in values), f"{values[1] / values[0]:.3f}"]]
+    return table(["LeNet, S = 8, batches of 100", *(f"N = {n}" for n in sizes), "ratio"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of which the minimum is taken")
+    parser.add_argument("--networks", nargs="*", default=["MLP", "LeNet"], choices=NETWORKS)
+    parser.add_argument("--samples", nargs="*", type=int, default=list(SAMPLES))
+    parser.add_argument("--write", action="store_true", help="replace the tables in benchmarks/README.md")
+    arguments = parser.parse_args()
+    import torch
+
+    tables = "\n\n".join(
+        [
+            f"torch {torch.__version__}, {platform.machine()}, two threads, batch {BATCH}, C = {CLASSES}, 28 x 28, "
+            f"minimum of {arguments.rounds} rounds, malloc set as in `benchmarks/bench.py` for all.",
+            curvature_tables(arguments.rounds, tuple(arguments.networks), tuple(arguments.samples)),
+            "Memory of `fit` + `log_marginal_likelihood().backward()`, whole processes:",
+            evidence_table(),
+        ]
+    )
+    print(tables)
+    if arguments.write:
+        write("tables", tables)
+
+
+def write(name: str, text: str) -> None:
+    """Put the text between the marks of that name in benchmarks/README.md."""
+    page = ROOT / "benchmarks/README.md"
+    before, start, rest = page.read_text().partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not (start and end):
+        raise ValueError(f"benchmarks/README.md has no marks <!-- {name} --> and <!-- end of {name} -->")
+    page.write_text(f"{before}{start}{text}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    main()

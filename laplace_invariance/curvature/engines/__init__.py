@@ -1,0 +1,1 @@
+"""How gradients reach the layers: by autograd, by BackPACK, or by ASDL."""

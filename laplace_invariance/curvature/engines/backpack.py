@@ -1,0 +1,275 @@
+"""BackPACK as the engine: columns are passed back from module to module, all at once where it knows the derivative.
+
+A *link* is a module that takes the batch from its predecessor and hands it to its successor: the members of an
+``nn.Sequential``, and the mean over samples of an ``InvariantModel``. Columns go back through a link by BackPACK's derivatives
+where it has them, and by autograd elsewhere, through a whole block or network of one's own if need be. Where there is no such
+chain, or it was lost, autograd does it all. Layers are known by their rules, as in every engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import add
+from typing import Any
+
+import torch
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
+from backpack.core.derivatives.conv1d import Conv1DDerivatives
+from backpack.core.derivatives.conv2d import Conv2DDerivatives
+from backpack.core.derivatives.conv3d import Conv3DDerivatives
+from backpack.core.derivatives.elu import ELUDerivatives
+from backpack.core.derivatives.flatten import FlattenDerivatives
+from backpack.core.derivatives.leakyrelu import LeakyReLUDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.maxpool2d import MaxPool2DDerivatives
+from backpack.core.derivatives.relu import ReLUDerivatives
+from backpack.core.derivatives.selu import SELUDerivatives
+from backpack.core.derivatives.sigmoid import SigmoidDerivatives
+from backpack.core.derivatives.tanh import TanhDerivatives
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature.trace.calls import Call, Gradients, Trace
+from laplace_invariance.invariant import InvariantModel, SampleMean
+
+__all__ = ["BackPackAugmentedEF", "BackPackAugmentedGGN"]
+
+logger = logging.getLogger(__name__)
+
+
+class _SampleMeanDerivatives(BaseDerivatives):
+    """Of the mean over samples: each sample receives its weight's share."""
+
+    def _jac_t_mat_prod(self, module: SampleMean, g_inp, g_out, mat, subsampling=None) -> Tensor:
+        weights = module.input1.to(mat.dtype)
+        return torch.einsum("s,kn...->kns...", weights, mat).flatten(1, 2)
+
+
+DERIVATIVES: dict[type[nn.Module], BaseDerivatives] = {
+    nn.Linear: LinearDerivatives(),
+    nn.Conv1d: Conv1DDerivatives(),
+    nn.Conv2d: Conv2DDerivatives(),
+    nn.Conv3d: Conv3DDerivatives(),
+    nn.BatchNorm1d: BatchNormNdDerivatives(),
+    nn.BatchNorm2d: BatchNormNdDerivatives(),
+    nn.BatchNorm3d: BatchNormNdDerivatives(),
+    nn.MaxPool2d: MaxPool2DDerivatives(),
+    nn.Flatten: FlattenDerivatives(),
+    nn.ReLU: ReLUDerivatives(),
+    nn.LeakyReLU: LeakyReLUDerivatives(),
+    nn.ELU: ELUDerivatives(),
+    nn.SELU: SELUDerivatives(),
+    nn.Sigmoid: SigmoidDerivatives(),
+    nn.Tanh: TanhDerivatives(),
+    SampleMean: _SampleMeanDerivatives(),
+}
+
+
+def _derivatives(module: nn.Module) -> BaseDerivatives | None:
+    """Return BackPACK's derivatives of a module where they cover it as it is configured."""
+    usual = (
+        getattr(module, "padding_mode", "zeros") == "zeros"
+        and not isinstance(getattr(module, "padding", 0), str)
+        and getattr(module, "affine", True)
+        and "forward" not in vars(module)
+    )
+    return DERIVATIVES.get(type(module)) if usual else None
+
+
+class _Link:
+    """A module as BackPACK sees it, with what it received and returned, which is thereby kept off the module itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.n_calls = 0
+        self.inside: list[Call] = []  # calls of layers made by the module, or its own
+        self.extension: _Columns | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def follow(self, calls: list[Call]) -> list[RemovableHandle]:
+        """Put hooks on the module; ``calls`` is where those of layers appear."""
+        start = 0
+
+        def before(module: nn.Module, args: tuple) -> None:
+            nonlocal start
+            start = len(calls)
+            self.n_calls += 1
+            for i, argument in enumerate(args):
+                setattr(self, f"input{i}", argument)
+            self._entered = getattr(self.input0, "_version", None)
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            self.output = output
+            self.inside = calls[start:]
+            self._left = getattr(output, "_version", None)
+            if isinstance(output, Tensor) and output.requires_grad:
+                self._handle = output.register_hook(self.run)
+
+        return [self.module.register_forward_pre_hook(before), self.module.register_forward_hook(after)]
+
+    def run(self, gradient: Tensor) -> None:
+        if self.extension is not None:
+            self.extension(self, (None,), (gradient,))
+
+    def regular(self) -> bool:
+        """Tell whether the module was called once, with tensors that nothing overwrote in place."""
+        if self.n_calls != 1 or not isinstance(self.input0, Tensor) or not isinstance(self.output, Tensor):
+            return False
+        return (self.input0._version, self.output._version) == (self._entered, self._left)
+
+    def release(self) -> None:
+        """Let go of the tensors, which otherwise keep each other alive through the hook."""
+        if "_handle" in vars(self):
+            self._handle.remove()
+        for name in set(vars(self)) - {"module", "extension"}:
+            delattr(self, name)
+
+
+class _Pass(ModuleExtension):
+    """Pass columns back through any link, and keep those that arrive at layers with a rule."""
+
+    def __call__(self, extension: _Columns, link: _Link, g_inp: tuple, g_out: tuple) -> None:
+        wanted = extension.pending.pop(link, None)
+        columns = extension.saved_quantities.retrieve_quantity(link.output.data_ptr(), delete_old=True)
+        if wanted is None or columns is None:  # a part of the graph that is walked through again, or cut off
+            return
+        x = link.input0
+        derivatives = _derivatives(link.module)
+        if derivatives is None:
+            gradients = _by_autograd(link.output, columns, [*wanted, x] if x.requires_grad else wanted)
+            extension.found |= {id(tensor): g for tensor, g in zip(wanted, gradients, strict=False)}
+            passed = gradients[-1] if x.requires_grad else None
+        else:
+            extension.found |= {id(tensor): columns for tensor in wanted}
+            passed = derivatives.jac_t_mat_prod(link, g_inp, g_out, columns) if x.requires_grad else None
+        if passed is not None:
+            extension.saved_quantities.save_quantity(x.data_ptr(), passed, add)
+
+
+def _by_autograd(output: Tensor, columns: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the gradients ``[column, ...]`` of ``sum(output * column)`` in each tensor."""
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    rows = [torch.autograd.grad(output, tensors, column, **options) for column in columns] if tensors else []
+    return [torch.stack(row) for row in zip(*rows, strict=True)]
+
+
+class _Columns(BackpropExtension):
+    """The columns that are passed back, and what of them was found at the layers.
+
+    Args:
+        columns: at the outputs of the last link.
+        outputs: these outputs.
+        links: the outputs of calls inside each link, whose gradients are wanted.
+    """
+
+    def __init__(self, columns: Tensor, outputs: Tensor, links: dict[_Link, list[Tensor]]) -> None:
+        super().__init__("laplace_invariance", {})
+        self.set_module_extension(_Link, _Pass())
+        self.saved_quantities.save_quantity(outputs.data_ptr(), columns, add)
+        self.pending = dict(links)
+        self.found: dict[int, Tensor] = {}
+
+    def expects_backpropagation_quantities(self) -> bool:
+        return True
+
+
+class _BackPackTrace(Trace):
+    def __init__(self, outputs: Tensor, calls: list[Call], links: Sequence[_Link]) -> None:
+        super().__init__(outputs, calls)
+        self._links = {link: [call.output for call in link.inside] for link in links}
+
+    def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
+        tensors = [call.output for call in self.calls]
+        found = self._pass_back(torch.stack(list(columns)), tensors)
+        if found is None:
+            logger.info("BackPACK lost track of the batch between two modules; autograd takes over")
+            yield from super().gradients(columns)
+            return
+        for k, _ in enumerate(columns):
+            yield [found[id(t)][k] if id(t) in found else torch.zeros_like(t) for t in tensors], {}
+
+    def _pass_back(self, columns: Tensor, tensors: list[Tensor]) -> dict[int, Tensor] | None:
+        """Return the columns' gradients by ``id`` of the tensor, or None if they did not arrive wherever autograd does."""
+        extension = _Columns(columns, self.outputs, self._links)
+        for link in self._links:
+            link.extension = extension
+        try:
+            reached = torch.autograd.grad(self.outputs.sum(), tensors, retain_graph=True, allow_unused=True)
+        finally:
+            for link in self._links:
+                link.extension = None
+        lost = any(g is not None and id(t) not in extension.found for t, g in zip(tensors, reached, strict=True))
+        return None if lost else extension.found
+
+
+def _chain(model: nn.Module) -> list[nn.Module]:
+    """Return the modules through which a batch passes one after the other."""
+    return [*_members(model.net), model.mean] if type(model) is InvariantModel else _members(model)
+
+
+def _members(module: nn.Module) -> list[nn.Module]:
+    return [member for child in module for member in _members(child)] if type(module) is nn.Sequential else [module]
+
+
+def _hooked(model: nn.Module) -> bool:
+    """Tell whether hooks of others might replace what passes from module to module."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for module in model.modules() for name in names) or any(
+        getattr(torch_module, f"_global{name}") for name in names
+    )
+
+
+@contextmanager
+def _following(links: Sequence[_Link], calls: list[Call]) -> Iterator[None]:
+    """Let links see their modules run; not in place, after which their input would be lost."""
+    in_place = [link.module for link in links if getattr(link.module, "inplace", False)]
+    handles = [handle for link in links for handle in link.follow(calls)]
+    try:
+        for module in in_place:
+            module.inplace = False
+        yield
+    finally:
+        for module in in_place:
+            module.inplace = True
+        for handle in handles:
+            handle.remove()
+
+
+class _BackPack:
+    @contextmanager
+    def _by_engine(self, forward: Callable[[Any], Tensor], x: Any) -> Iterator[Trace]:
+        modules = _chain(self.model)
+        if self._match.others or _hooked(self.model) or len(set(modules)) < len(modules):
+            with super()._by_engine(forward, x) as trace:
+                yield trace
+            return
+        layers, links = self._match.layers, [_Link(module) for module in modules]
+        try:
+            # in this order: what is captured may be replaced by a copy, which is then what the link returned
+            with layers.capture() as calls, _following(links, calls):
+                outputs = forward(x)
+            layers.check(calls)
+            if all(link.regular() for link in links):
+                yield _BackPackTrace(outputs, calls, links)
+            else:
+                yield Trace(outputs, calls)
+        finally:
+            for link in links:
+                link.release()
+
+
+class BackPackAugmentedGGN(_BackPack, AugmentedGGN):
+    """:class:`AugmentedGGN` with BackPACK as the engine."""
+
+
+class BackPackAugmentedEF(_BackPack, AugmentedEF):
+    """:class:`AugmentedEF` with BackPACK as the engine."""

@@ -1,0 +1,1 @@
+"""What a forward pass leaves behind: calls of layers, which parameters they explain, and their gradients."""

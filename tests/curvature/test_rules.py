@@ -1,0 +1,111 @@
+"""Every registered rule equals the autograd Jacobian, and registering behaves."""
+
+import pytest
+import torch
+from cases import GROUP, TORCH, WITH_RULES, name_of
+from torch import nn
+
+from laplace_invariance.curvature import AugmentedGGN, Block, check_model, kfac, register_rule
+from laplace_invariance.curvature import rules as rules_module
+from laplace_invariance.curvature.rules import rules
+
+
+@pytest.mark.parametrize(("build", "shape"), TORCH + GROUP, ids=name_of)
+def test_rule_equals_autograd(build, shape):
+    module = build()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randint(11, shape) if isinstance(module, nn.Embedding) else torch.randn(shape)
+    output = module(x)
+    g = torch.randn_like(output)
+    blocks = {block.parameter: block for block in rules()[type(module)](module)}
+    assert set(blocks) == {name for name, _ in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        expected = torch.stack([
+            torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0].flatten() for i in range(2)
+        ])  # fmt: skip
+        block = blocks[name]
+        a = None if block.a is None else block.a(x)
+        torch.testing.assert_close(kfac.jacobian(a, block.g(g), 2, **block.kinds), expected)
+        if block.linear and a is not None and not isinstance(module, nn.Embedding):
+            other = torch.randn(shape)
+            torch.testing.assert_close(block.a(2 * x + other), 2 * a + block.a(other))
+
+
+def test_every_registered_type_is_tested():
+    assert {type(build()) for build, _ in WITH_RULES} == set(rules())
+
+
+def test_rules_are_looked_up_by_exact_type():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    report = check_model(nn.Sequential(nn.Linear(2, 3), Doubled(3, 2)))
+    assert not report
+    assert [row.supported for row in report.rows] == [True, True, False, False]
+    assert "Doubled has no rule" in str(report)
+    assert "1.weight" in str(report)
+
+
+class Gain(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(n) + 0.5)
+
+    def forward(self, x):
+        return self.gain * x
+
+
+def test_a_custom_rule_takes_a_few_lines(monkeypatch):
+    monkeypatch.setattr(rules_module, "_rules", rules())
+    model, x, y = nn.Sequential(nn.Linear(2, 3), Gain(3)), torch.randn(4, 2), torch.randint(3, (4,))
+    with pytest.raises(NotImplementedError, match=r"1\.gain \[3\]: Gain has no rule"):
+        AugmentedGGN(model, "classification").kron(x, y, N=4)
+
+    @register_rule(Gain)
+    def gain(module):
+        return [Block("gain", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1), elementwise=True, linear=False)]
+
+    from twins import block_diagonal, ggn
+
+    _, kron = AugmentedGGN(model, "classification").kron(x, y, N=4)
+    torch.testing.assert_close(kron.kfacs[2][0], block_diagonal(ggn(model, model(x), "classification"), model)[9:, 9:])
+    with pytest.raises(ValueError, match="has a rule already"):
+        register_rule(Gain)(gain)
+    register_rule(Gain, overwrite=True)(gain)
+
+
+def test_a_wrong_rule_is_found_out(monkeypatch):
+    monkeypatch.setattr(rules_module, "_rules", rules())
+    register_rule(Gain)(lambda module: [Block("gain", None, lambda g: g.unsqueeze(1), elementwise=True)])
+    model, x, y = nn.Sequential(nn.Linear(2, 3), Gain(3)), torch.randn(4, 2), torch.randint(3, (4,))
+    with pytest.raises(NotImplementedError, match=r"1\.gain.*do not explain its gradient"):
+        AugmentedGGN(model, "classification").kron(x, y, N=4)
+
+
+def test_check_model_leaves_modes_alone_and_judges_evaluation_mode():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout())
+    model[2].eval()
+    assert check_model(model)
+    assert [module.training for module in model] == [True, True, False]
+
+
+def test_check_model_says_what_stock_kron_refuses():
+    assert "KronLaplace refuses 5 axes" in str(check_model(nn.Conv3d(1, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Embedding(5, 3, max_norm=1.0), "max_norm"),
+        (nn.Embedding(5, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (nn.Embedding(5, 3, sparse=True), "sparse=True"),
+        (nn.BatchNorm1d(3, track_running_stats=False), "running statistics"),
+        (nn.MultiheadAttention(4, 2), "MultiheadAttention has no rule"),
+    ],
+)
+def test_reasons_name_the_setting(module, reason):
+    report = check_model(nn.Sequential(module))
+    assert not report
+    assert reason in str(report)
