@@ -34,7 +34,9 @@ def network(name: str):
     from torch import nn
 
     if name == "MLP":
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 1000), nn.Tanh(), nn.Linear(1000, CLASSES))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 1000), nn.Tanh(), nn.Linear(1000, CLASSES)
+        )
     act = nn.ReLU if name.endswith("ReLU") else nn.Tanh
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2), act(), nn.MaxPool2d(2),
@@ -139,7 +141,9 @@ def memory(name: str, n_samples: int, step: str) -> float:
     loss, kron = backend.kron(x, y, N=BATCH)
     if what == "gradient":
         outputs = [loss, *(factor for factors in kron.kfacs for factor in factors)]
-        torch.autograd.grad(outputs, model.augmentation.eta, [torch.ones_like(output) for output in outputs])
+        torch.autograd.grad(
+            outputs, model.augmentation.eta, [torch.ones_like(output) for output in outputs]
+        )
     return peak() - start
 
 
@@ -153,7 +157,13 @@ def evidence_memory(n: int) -> float:
 
     model, _, _ = setting("LeNet", 8)
     data = TensorDataset(torch.rand(n, 1, 28, 28), torch.randint(CLASSES, (n,)))
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+    )
     la.fit(DataLoader(data, batch_size=BATCH))
     la.log_marginal_likelihood().backward()
     return peak()
@@ -164,7 +174,11 @@ def fresh(call: str, module: str = "bench") -> object:
     code = f"import sys, json, warnings; warnings.simplefilter('ignore'); sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     code += f"import {module}; print('RESULT ' + json.dumps({module}.{call}))"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | ALLOCATOR, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=os.environ | ALLOCATOR,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
@@ -173,7 +187,9 @@ def fresh(call: str, module: str = "bench") -> object:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]
+    )
 
 
 def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int, ...]) -> str:
@@ -194,7 +210,9 @@ def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int,
             ms = f"{seconds[cell][label] * 1e3:.0f} ms"
             row.append(ms if label == labels[0] else f"{seconds[cell][label] / unit:.2f}x ({ms})")
         rows.append(row)
-    memories = [[label, *(f"{megabytes[(*cell, label)]:.0f}" for cell in cells)] for label in labels]
+    memories = [
+        [label, *(f"{megabytes[(*cell, label)]:.0f}" for cell in cells)] for label in labels
+    ]
     return "\n\n".join(
         [
             "Time, as a multiple of one forward + backward:",
@@ -211,16 +229,26 @@ def evidence_table() -> str:
     for n in sizes:
         print(f"memory of fit + backward, N = {n} ...", file=sys.stderr, flush=True)
         values.append(fresh(f"evidence_memory({n})"))
-    rows = [["peak resident memory, MB", *(f"{value:.0f}" for value in values), f"{values[1] / values[0]:.3f}"]]
+    rows = [
+        [
+            "peak resident memory, MB",
+            *(f"{value:.0f}" for value in values),
+            f"{values[1] / values[0]:.3f}",
+        ]
+    ]
     return table(["LeNet, S = 8, batches of 100", *(f"N = {n}" for n in sizes), "ratio"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of which the minimum is taken")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds of which the minimum is taken"
+    )
     parser.add_argument("--networks", nargs="*", default=["MLP", "LeNet"], choices=NETWORKS)
     parser.add_argument("--samples", nargs="*", type=int, default=list(SAMPLES))
-    parser.add_argument("--write", action="store_true", help="replace the tables in benchmarks/README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="replace the tables in benchmarks/README.md"
+    )
     arguments = parser.parse_args()
     import torch
 
@@ -244,7 +272,9 @@ def write(name: str, text: str) -> None:
     before, start, rest = page.read_text().partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- end of {name} -->")
     if not (start and end):
-        raise ValueError(f"benchmarks/README.md has no marks <!-- {name} --> and <!-- end of {name} -->")
+        raise ValueError(
+            f"benchmarks/README.md has no marks <!-- {name} --> and <!-- end of {name} -->"
+        )
     page.write_text(f"{before}{start}{text}\n{end}{after}")
 
 

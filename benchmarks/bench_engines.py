@@ -61,22 +61,34 @@ def stock_times(name: str, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of which the minimum is taken")
-    parser.add_argument("--write", action="store_true", help="replace the tables in benchmarks/README.md")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds of which the minimum is taken"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="replace the tables in benchmarks/README.md"
+    )
     arguments = parser.parse_args()
     header = ["", *(f"{name}, S = {n}" for name, n in CELLS)]
     timed, sized = [], []
     for what in STEPS:
         call = f"{what!r}, {arguments.rounds})"
-        seconds = {cell: fresh(f"times({cell[0]!r}, {cell[1]}, {call}", "bench_engines") for cell in CELLS}
+        seconds = {
+            cell: fresh(f"times({cell[0]!r}, {cell[1]}, {call}", "bench_engines") for cell in CELLS
+        }
         for engine in ENGINES:
             ratios = [f"{seconds[cell][engine] / seconds[cell]['']:.2f}x" for cell in CELLS]
             native = [f"{seconds[cell][''] * 1e3:.0f} ms" for cell in CELLS]
             timed.append([f"{what}, {LABELS[engine]}", *(ratios if engine else native)])
     for engine in ENGINES:
-        values = [fresh(f"memory({name!r}, {n}, {engine!r}, 'GGN kron')", "bench_engines") for name, n in CELLS]
+        values = [
+            fresh(f"memory({name!r}, {n}, {engine!r}, 'GGN kron')", "bench_engines")
+            for name, n in CELLS
+        ]
         sized.append([f"GGN kron, {LABELS[engine]}", *(f"{value:.0f} MB" for value in values)])
-    plain = {name: fresh(f"stock_times({name!r}, {arguments.rounds})", "bench_engines") for name in ("MLP", "LeNet")}
+    plain = {
+        name: fresh(f"stock_times({name!r}, {arguments.rounds})", "bench_engines")
+        for name in ("MLP", "LeNet")
+    }
     stock = []
     for label in plain["MLP"]:
         ratios = [f"{plain[name][label] / plain[name]['native']:.2f}x" for name in plain]

@@ -14,7 +14,12 @@ from pathlib import Path
 
 import bench
 
-SIZES = ((3, 10, 32, 32), (10, 20, 32, 16), (20, 40, 16, 8), (40, 80, 8, 8))  # channels, and height = width, in and out
+SIZES = (
+    (3, 10, 32, 32),
+    (10, 20, 32, 16),
+    (20, 40, 16, 8),
+    (40, 80, 8, 8),
+)  # channels, and height = width, in and out
 BATCH = 128
 N_IMAGES = 5000
 DENSE_WIDTH = 2  # at which dense factors still fit
@@ -60,7 +65,9 @@ def layer_times(size: tuple[int, ...], rounds: int) -> dict[str, float]:
     """Return the smallest time of both formulations, in seconds."""
     import torch
 
-    steps = {formulation: factored(size, formulation) for formulation in ("factored", "block-diagonal")}
+    steps = {
+        formulation: factored(size, formulation) for formulation in ("factored", "block-diagonal")
+    }
     torch.testing.assert_close(*(step() for step in steps.values()), rtol=1e-3, atol=1e-4)
     return bench.fastest(steps, rounds)
 
@@ -102,7 +109,13 @@ def network_fit(width: int, factors: str, n_images: int, images: str | None) -> 
         split = datasets.load(images, n_train=n_images)
         x, y = Standardise.of(split.x_train)(split.x_train), split.y_train
     net = equivariant_cnn("f_fc+conv", 3, 10, width)
-    la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        net,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+    )
     before, start = bench.resident(), time.perf_counter()
     la.fit(DataLoader(TensorDataset(x, y), batch_size=250))
     fitted = time.perf_counter()
@@ -126,22 +139,43 @@ def layer_table(rounds: int) -> str:
         print(f"F-FC {n_in} -> {n_out}, {before} x {before} ...", file=sys.stderr, flush=True)
         seconds = fresh(f"layer_times({size}, {rounds})")
         ours, dense = seconds["factored"], seconds["block-diagonal"]
-        memory = [fresh(f"layer_memory({size}, {name!r})") for name in ("factored", "block-diagonal")]
+        memory = [
+            fresh(f"layer_memory({size}, {name!r})") for name in ("factored", "block-diagonal")
+        ]
         row = [f"{n_in} -> {n_out}, {before} x {before} -> {after} x {after}"]
         row += [f"{ours * 1e3:.1f} ms", f"{dense * 1e3:.1f} ms", f"{dense / ours:.1f}x"]
         rows.append([*row, f"{memory[0]:.0f}", f"{memory[1]:.0f}", f"{memory[1] / memory[0]:.1f}x"])
-    header = ["F-FC, forward + backward", "factored", "block-diagonal", "ratio", "MB", "MB", "ratio"]
+    header = [
+        "F-FC, forward + backward",
+        "factored",
+        "block-diagonal",
+        "ratio",
+        "MB",
+        "MB",
+        "ratio",
+    ]
     return bench.table(header, rows)
 
 
 def fit_table(n_images: int, images: str | None) -> str:
     rows = []
-    cases = ((10, "blocks", n_images), (DENSE_WIDTH, "blocks", n_images // 5), (DENSE_WIDTH, "dense", n_images // 5))
+    cases = (
+        (10, "blocks", n_images),
+        (DENSE_WIDTH, "blocks", n_images // 5),
+        (DENSE_WIDTH, "dense", n_images // 5),
+    )
     for width, factors, n in cases:
         print(f"width {width}, {factors}, {n} images ...", file=sys.stderr, flush=True)
         result = fresh(f"network_fit({width}, {factors!r}, {n}, {images!r})")
         row = [f"width {width}, {result['parameters']:,} parameters, {n:,} images, {factors}"]
-        rows.append([*row, f"{result['fit']:.0f} s", f"{result['backward']:.2f} s", f"{result['memory']:.0f}"])
+        rows.append(
+            [
+                *row,
+                f"{result['fit']:.0f} s",
+                f"{result['backward']:.2f} s",
+                f"{result['memory']:.0f}",
+            ]
+        )
     header = [
         "f_fc+conv, 3 x 32 x 32, exact GGN",
         "fit",
@@ -153,12 +187,20 @@ def fit_table(n_images: int, images: str | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of which the minimum is taken")
     parser.add_argument(
-        "--images", type=Path, help="FILE.npz with x_train and y_train, 32 x 32 in colour; default: noise"
+        "--rounds", type=int, default=15, help="rounds of which the minimum is taken"
     )
-    parser.add_argument("--n-images", type=int, default=N_IMAGES, help="how many to fit (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="replace the tables in benchmarks/README.md")
+    parser.add_argument(
+        "--images",
+        type=Path,
+        help="FILE.npz with x_train and y_train, 32 x 32 in colour; default: noise",
+    )
+    parser.add_argument(
+        "--n-images", type=int, default=N_IMAGES, help="how many to fit (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="replace the tables in benchmarks/README.md"
+    )
     arguments = parser.parse_args()
     images = None if arguments.images is None else str(arguments.images.resolve())
     text = "\n\n".join([layer_table(arguments.rounds), fit_table(arguments.n_images, images)])

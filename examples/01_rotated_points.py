@@ -32,4 +32,6 @@ result = li.marglik_training(
 x, y = test.tensors
 with torch.no_grad():
     accuracy = (model(x).argmax(-1) == y).float().mean()
-print(f"learnt rotation {augmentation.ranges()['rotation']} (true ±120.0), test accuracy {accuracy:.1%}")
+print(
+    f"learnt rotation {augmentation.ranges()['rotation']} (true ±120.0), test accuracy {accuracy:.1%}"
+)

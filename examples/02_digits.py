@@ -14,7 +14,10 @@ from laplace_invariance.layers import Standardise, mlp
 
 torch.manual_seed(0)
 split = load("digits")
-x_train, x_test = transformed(split.x_train, "fully_rotated"), transformed(split.x_test, "fully_rotated")
+x_train, x_test = (
+    transformed(split.x_train, "fully_rotated"),
+    transformed(split.x_test, "fully_rotated"),
+)
 net = nn.Sequential(Standardise.of(x_train), *mlp(split.in_shape, split.n_classes))
 augmentation = li.AffineImage(draws="sobol")  # learns translations, rotation, scales and shear
 model = li.InvariantModel(net, augmentation, n_samples=8)
@@ -31,7 +34,9 @@ result = li.marglik_training(
     progress_bar=True,
 )
 
-transform = augmentation.to_transform()  # draws from the learnt distribution, for ordinary training elsewhere
+transform = (
+    augmentation.to_transform()
+)  # draws from the learnt distribution, for ordinary training elsewhere
 assert transform(split.x_train[0]).shape == split.x_train[0].shape
 
 with torch.no_grad():

@@ -16,7 +16,9 @@ from laplace_invariance.datasets import rotated_shapes
 torch.manual_seed(0)
 loader = DataLoader(rotated_shapes(200), batch_size=200)
 net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
-model = li.InvariantModel(net, li.AffinePoints(init={"rotation": 0.1}, learn="rotation"), n_samples=16)
+model = li.InvariantModel(
+    net, li.AffinePoints(init={"rotation": 0.1}, learn="rotation"), n_samples=16
+)
 
 with li.learning(model, lr=0.1) as learner:
     la, model, margliks, losses = laplace.marglik_training(
@@ -31,7 +33,9 @@ with li.learning(model, lr=0.1) as learner:
         progress_bar=True,
     )
 
-evidence = la.log_marginal_likelihood()  # laplace-torch's own object; its gradient reaches the range of rotations
+evidence = (
+    la.log_marginal_likelihood()
+)  # laplace-torch's own object; its gradient reaches the range of rotations
 evidence.backward()
 assert model.augmentation.eta.grad[2] != 0
 steps = learner.steps["augmentation.eta"]

@@ -39,7 +39,13 @@ model = nn.Sequential(LowRank(5, 7, 2), nn.Tanh(), LowRank(7, 3, 2))
 loader = DataLoader(TensorDataset(torch.randn(1, 5), torch.tensor([2])))
 diagonals = []
 for structure in ("kron", "diag"):
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure=structure, backend=AugmentedGGN)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        backend=AugmentedGGN,
+    )
     la.fit(loader)
     diagonals.append(la.H.diag() if structure == "kron" else la.H)
 error = ((diagonals[0] - diagonals[1]).abs().max() / diagonals[1].max()).item()

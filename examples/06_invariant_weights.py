@@ -36,4 +36,6 @@ print(f"figure: {path}")
 with torch.no_grad():
     accuracy = (model(x_test).argmax(-1) == split.y_test).float().mean()
 bound = history[-1]["objective"]
-print(f"learnt rotation {augmentation.ranges()['rotation']}, ELBO {bound:.2f} per image, test accuracy {accuracy:.1%}")
+print(
+    f"learnt rotation {augmentation.ranges()['rotation']}, ELBO {bound:.2f} per image, test accuracy {accuracy:.1%}"
+)

@@ -20,14 +20,18 @@ from laplace_invariance.metrics import InvarianceError, SpectrumRecorder, invari
 
 EPOCHS = 30
 split = load("digits")
-turns = li.FiniteGroup("quarter_turns", init=1.0).frozen()  # as a module, it turns every image once, at random
+turns = li.FiniteGroup(
+    "quarter_turns", init=1.0
+).frozen()  # as a module, it turns every image once, at random
 penalty = InvarianceError(turns)
 
 
 def train(method: str) -> tuple[nn.Module, SpectrumRecorder]:
     """Train a network in a plain loop; the penalty works in ``li.marglik_training`` as well."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(Standardise.of(split.x_train), *cnn(split.in_shape, split.n_classes))
+    model: nn.Module = nn.Sequential(
+        Standardise.of(split.x_train), *cnn(split.in_shape, split.n_classes)
+    )
     if method == "averaged":
         model = li.InvariantModel(model, turns)
     loader = DataLoader(TensorDataset(split.x_train, split.y_train), batch_size=50, shuffle=True)
@@ -52,7 +56,9 @@ report = invariance_report(models, {"digits": split.x_test, "negatives": 1 - spl
 print(report)
 
 figure = plots.figure((13, 4))
-for ax, (method, (_, recorder)) in zip(figure.subplots(1, 4, sharey=True), trained.items(), strict=True):
+for ax, (method, (_, recorder)) in zip(
+    figure.subplots(1, 4, sharey=True), trained.items(), strict=True
+):
     plots.spectra(recorder.epochs, recorder.spectra, ax).set_title(method)
     ax.label_outer()
 path = Path("demo", "genuine_invariance.png")
@@ -61,9 +67,17 @@ figure.savefig(path, dpi=120)
 
 x_turned = turns(split.x_test)
 with torch.no_grad():
-    accuracies = [(model(x_turned).argmax(-1) == split.y_test).float().mean().item() for model in models.values()]
-print("accuracy on turned digits " + ", ".join(f"{a:.1%} ({name})" for name, a in zip(models, accuracies, strict=True)))
+    accuracies = [
+        (model(x_turned).argmax(-1) == split.y_test).float().mean().item()
+        for model in models.values()
+    ]
+print(
+    "accuracy on turned digits "
+    + ", ".join(f"{a:.1%} ({name})" for name, a in zip(models, accuracies, strict=True))
+)
 errors = {name: [found.logit for found in rows.values()] for name, rows in report.rows.items()}
 ordered = errors["plain"][0] > errors["turned"][0] > errors["penalised"][0] > errors["averaged"][0]
 degrades = errors["turned"][1] > 2 * errors["turned"][0] and errors["averaged"][1] < 1e-6
-print(f"each is more invariant than the one before: {ordered}; only averaging holds on negatives: {degrades}")
+print(
+    f"each is more invariant than the one before: {ordered}; only averaging holds on negatives: {degrades}"
+)

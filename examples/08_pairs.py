@@ -50,8 +50,12 @@ for part, values, ax in zip(("invariant", "variant"), orbit, figure.subplots(1, 
 Path("demo").mkdir(exist_ok=True)
 figure.savefig("demo/pairs.png", dpi=120)
 
-print(f"hidden cycle {hidden.order.tolist()}, error of the reconstruction {F.mse_loss(reconstruction, x):.1e}")
-print(f"squared differences of invariant codes: {same:.1e} if shifted, {different:.1e} of different vectors")
+print(
+    f"hidden cycle {hidden.order.tolist()}, error of the reconstruction {F.mse_loss(reconstruction, x):.1e}"
+)
+print(
+    f"squared differences of invariant codes: {same:.1e} if shifted, {different:.1e} of different vectors"
+)
 print(
     f"a shift changes the invariant code a hundred times less than another vector does: {(different > 100 * same).item()}"
 )

@@ -13,7 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LAYERS", "Codes", "InvariantAutoencoder", "RichLayer", "inverse_distance_loss", "network"]
+__all__ = [
+    "LAYERS",
+    "Codes",
+    "InvariantAutoencoder",
+    "RichLayer",
+    "inverse_distance_loss",
+    "network",
+]
 
 LAYERS = {
     "rich": "input, norms, normalised linear and normalised quadratic units",
@@ -37,10 +44,14 @@ class RichLayer(nn.Module):
     def __init__(self, in_features: int, n_pairs: int | None = None, eps: float = 1e-6) -> None:
         super().__init__()
         if n_pairs is None and in_features % 2:
-            raise ValueError(f"an odd number of inputs has no half: give n_pairs for in_features={in_features}")
+            raise ValueError(
+                f"an odd number of inputs has no half: give n_pairs for in_features={in_features}"
+            )
         n_pairs = in_features // 2 if n_pairs is None else n_pairs
         if in_features < 1 or n_pairs < 1 or not eps > 0:
-            raise ValueError(f"in_features, n_pairs and eps must be positive, got {in_features}, {n_pairs} and {eps}")
+            raise ValueError(
+                f"in_features, n_pairs and eps must be positive, got {in_features}, {n_pairs} and {eps}"
+            )
         self.linear = nn.Linear(in_features, 2 * n_pairs)
         self.in_features, self.out_features, self.eps = in_features, in_features + 4 * n_pairs, eps
 
@@ -54,7 +65,9 @@ class RichLayer(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}"
 
 
-def network(layer: str, in_features: int, out_features: int, depth: int, width: int) -> nn.Sequential:
+def network(
+    layer: str, in_features: int, out_features: int, depth: int, width: int
+) -> nn.Sequential:
     """Return ``depth`` layers of a kind with ``width`` linear units each, and a linear layer after them.
 
     Args:
@@ -80,7 +93,9 @@ def network(layer: str, in_features: int, out_features: int, depth: int, width: 
             in_features = modules[-1].out_features
         else:
             linear = nn.Linear(in_features, width)
-            nn.init.normal_(linear.weight, std=in_features**-0.5)  # keeps SELU's outputs at unit variance
+            nn.init.normal_(
+                linear.weight, std=in_features**-0.5
+            )  # keeps SELU's outputs at unit variance
             nn.init.zeros_(linear.bias)
             modules += [linear, nn.SELU()]
             in_features = width
@@ -155,4 +170,8 @@ def inverse_distance_loss(
             f"{list(distance.shape)}"
         )
     found = (code - other).square().sum(1)
-    return ((delta + alpha * distance.square()).reciprocal() - (delta + alpha * found).reciprocal()).square().mean()
+    return (
+        ((delta + alpha * distance.square()).reciprocal() - (delta + alpha * found).reciprocal())
+        .square()
+        .mean()
+    )

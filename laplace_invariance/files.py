@@ -29,7 +29,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; remove it to go on; nothing was changed") from error
+        raise ValueError(
+            f"{path} is damaged: {error}; remove it to go on; nothing was changed"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

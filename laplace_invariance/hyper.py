@@ -57,7 +57,9 @@ class Hyperparameterised(nn.Module):
     def register_hyperparameter(self, name: str, value: Tensor) -> None:
         """Add ``value`` as a hyperparameter called ``name``, to be read with :meth:`hyperparameter`."""
         if not value.is_floating_point():
-            raise TypeError(f"hyperparameter {name!r} must be a floating-point tensor, got {value.dtype}")
+            raise TypeError(
+                f"hyperparameter {name!r} must be a floating-point tensor, got {value.dtype}"
+            )
         self.register_buffer(name, value.detach().clone().requires_grad_())
         self._hyperparameter_names = (*self._hyperparameter_names, name)
 
@@ -86,12 +88,16 @@ class Hyperparameterised(nn.Module):
             self._buffers[name] = tensor
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         kept = {name: self._buffers[name] for name in self._hyperparameter_names}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name, tensor in kept.items():
             loaded = self._buffers[name]
-            if loaded is not tensor:  # load_state_dict(assign=True) puts the loaded tensor itself in place
+            if (
+                loaded is not tensor
+            ):  # load_state_dict(assign=True) puts the loaded tensor itself in place
                 tensor.data = loaded.detach()
                 self._buffers[name] = tensor
 
@@ -142,7 +148,9 @@ class Learner:
                 "the model has no hyperparameter that requires grad, so there is nothing to learn; wrap the network in "
                 "InvariantModel(net, augmentation), or register one with Hyperparameterised.register_hyperparameter"
             )
-        self._optimizers = {name: optimizer([tensor], lr=lr, **optimizer_kwargs) for name, _, tensor in self._owned}
+        self._optimizers = {
+            name: optimizer([tensor], lr=lr, **optimizer_kwargs) for name, _, tensor in self._owned
+        }
         self._handles: list[Any] = []
         self.steps = dict.fromkeys(self._optimizers, 0)
         self.skipped = dict.fromkeys(self._optimizers, 0)
@@ -157,7 +165,9 @@ class Learner:
         else:
             self.skipped[name] += 1
             logger.warning(
-                "gradient of hyperparameter %s is not finite, step skipped (%d so far)", name, self.skipped[name]
+                "gradient of hyperparameter %s is not finite, step skipped (%d so far)",
+                name,
+                self.skipped[name],
             )
         tensor.grad = None
         self.history[name].append(tensor.detach().cpu().clone())

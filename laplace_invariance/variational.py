@@ -29,7 +29,10 @@ __all__ = ["OBJECTIVES", "ShallowNetwork", "fit"]
 ACTIVATIONS = ("cosine", "relu")
 LIKELIHOODS = ("classification", "regression")
 N_BASIS = 2000  # inputs that the basis of q is computed from
-OBJECTIVES = {"elbo": "lower bound on the evidence", "point": "log likelihood at the mean of q, no KL"}
+OBJECTIVES = {
+    "elbo": "lower bound on the evidence",
+    "point": "log likelihood at the mean of q, no KL",
+}
 
 
 class ShallowNetwork(Hyperparameterised):
@@ -81,7 +84,11 @@ class ShallowNetwork(Hyperparameterised):
         ):
             if value not in known:
                 raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
-        for name, value in (("length_scale", length_scale), ("output_scale", output_scale), ("noise", noise)):
+        for name, value in (
+            ("length_scale", length_scale),
+            ("output_scale", output_scale),
+            ("noise", noise),
+        ):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if not 0 <= blur < math.inf:
@@ -133,8 +140,12 @@ class ShallowNetwork(Hyperparameterised):
         if isinstance(self.augmentation, AffineImage):
             inverse = self.augmentation.matrices(-draws)
             for axis in (-2, -1):
-                weight = (_blur(weight.shape[axis], self.blur, weight) @ weight.movedim(axis, -2)).movedim(-2, axis)
-            moved = self.augmentation.act(weight.flatten(0, 1).unsqueeze(0), inverse)[0].unflatten(1, weight.shape[:2])
+                weight = (
+                    _blur(weight.shape[axis], self.blur, weight) @ weight.movedim(axis, -2)
+                ).movedim(-2, axis)
+            moved = self.augmentation.act(weight.flatten(0, 1).unsqueeze(0), inverse)[0].unflatten(
+                1, weight.shape[:2]
+            )
             return moved * torch.linalg.det(inverse[0]).to(moved).view(-1, 1, 1, 1, 1), bias
         matrices = self.augmentation.matrices(draws)[0].to(weight)
         d = self.in_shape[-1]
@@ -152,9 +163,13 @@ class ShallowNetwork(Hyperparameterised):
             else:
                 draws = self.augmentation.fixed(self.n_samples)
         weight, bias = self.transformed_weights(draws)
-        before = (x.flatten(1) @ weight.flatten(0, 1).flatten(1).mT).unflatten(1, weight.shape[:2]) + bias
+        before = (x.flatten(1) @ weight.flatten(0, 1).flatten(1).mT).unflatten(
+            1, weight.shape[:2]
+        ) + bias
         after = [before.cos(), before.sin()] if self.activation == "cosine" else [before.relu()]
-        return torch.cat([part.mean(1) for part in after], dim=1) * math.sqrt(2 / self.mean.shape[1])
+        return torch.cat([part.mean(1) for part in after], dim=1) * math.sqrt(
+            2 / self.mean.shape[1]
+        )
 
     # The last layer.
 
@@ -178,9 +193,16 @@ class ShallowNetwork(Hyperparameterised):
         """
         features = (self.features(x) * self.log_scale.exp()).double()  # it may be all but singular
         n_outputs = len(self.mean)
-        curvature = (-2 * self.log_noise).exp() if self.likelihood == "regression" else (n_outputs - 1) / n_outputs**2
+        curvature = (
+            (-2 * self.log_noise).exp()
+            if self.likelihood == "regression"
+            else (n_outputs - 1) / n_outputs**2
+        )
         identity = torch.eye(features.shape[1]).to(features)
-        precision = identity + (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
+        precision = (
+            identity
+            + (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
+        )
         # P = U U^T with U upper triangular, by Cholesky from the last row up; then P^-1 = A A^T with A = U^-T
         upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
         basis = torch.linalg.solve_triangular(upper, identity, upper=True).mT
@@ -211,28 +233,47 @@ class ShallowNetwork(Hyperparameterised):
         """Return log densities ``[..., n]`` of labels ``[n]`` or targets ``[n, outputs]`` given outputs ``[..., n, outputs]``."""
         if self.likelihood == "classification":
             if y.shape != outputs.shape[-2:-1] or y.is_floating_point():
-                raise ValueError(f"labels must be integers [n], got shape {list(y.shape)} of {y.dtype}")
+                raise ValueError(
+                    f"labels must be integers [n], got shape {list(y.shape)} of {y.dtype}"
+                )
             if y.min() < 0 or y.max() >= outputs.shape[-1]:
                 raise ValueError(
                     f"labels must be from 0 to {outputs.shape[-1] - 1}, got {y.min().item()} to {y.max().item()}"
                 )
-            return outputs.log_softmax(-1).gather(-1, y.long().expand(outputs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+            return (
+                outputs.log_softmax(-1)
+                .gather(-1, y.long().expand(outputs.shape[:-1]).unsqueeze(-1))
+                .squeeze(-1)
+            )
         if y.shape != outputs.shape[-2:]:
-            raise ValueError(f"targets must be {list(outputs.shape[-2:])}, got shape {list(y.shape)}")
+            raise ValueError(
+                f"targets must be {list(outputs.shape[-2:])}, got shape {list(y.shape)}"
+            )
         log_noise = self.hyperparameter("log_noise")
-        squares = (y - outputs).square() / (2 * log_noise).exp() + 2 * log_noise + math.log(2 * math.pi)
+        squares = (
+            (y - outputs).square() / (2 * log_noise).exp() + 2 * log_noise + math.log(2 * math.pi)
+        )
         return -squares.sum(-1) / 2
 
     def expected_log_likelihood(self, x: Tensor, y: Tensor, n_outputs_drawn: int = 4) -> Tensor:
         """Return ``E_q[log p(y_n | f(x_n))]``, ``[n]``: in closed form for regression, else over draws of the outputs."""
         mean, variance = self.moments(self.features(x))
         if self.likelihood == "regression":
-            return self.log_likelihood(mean, y) - (variance / (2 * self.hyperparameter("log_noise")).exp()).sum(-1) / 2
-        normal = torch.randn(n_outputs_drawn, *mean.shape, generator=self.generator, dtype=mean.dtype).to(mean.device)
-        spread = variance.clamp(min=1e-12).sqrt()  # ReLU features may all be zero, where a root has no gradient
+            return (
+                self.log_likelihood(mean, y)
+                - (variance / (2 * self.hyperparameter("log_noise")).exp()).sum(-1) / 2
+            )
+        normal = torch.randn(
+            n_outputs_drawn, *mean.shape, generator=self.generator, dtype=mean.dtype
+        ).to(mean.device)
+        spread = variance.clamp(
+            min=1e-12
+        ).sqrt()  # ReLU features may all be zero, where a root has no gradient
         return self.log_likelihood(mean + spread * normal, y).mean(0)
 
-    def elbo(self, x: Tensor, y: Tensor, n_data: int | None = None, n_outputs_drawn: int = 4) -> Tensor:
+    def elbo(
+        self, x: Tensor, y: Tensor, n_data: int | None = None, n_outputs_drawn: int = 4
+    ) -> Tensor:
         """Return the lower bound on the log evidence of ``n_data`` data, without bias from a batch; None: these are all.
 
         Differentiable in hyperparameters. Draws of transformations keep it a bound: log likelihoods are concave in the outputs.
@@ -254,7 +295,10 @@ class ShallowNetwork(Hyperparameterised):
             Weights ``[rows, n_samples, *in_shape]``; an odd number of samples has the row itself in the middle.
         """
         draws = (
-            torch.linspace(-1, 1, n_samples).to(self.weight).view(1, -1, 1).repeat(1, 1, len(self.augmentation.names))
+            torch.linspace(-1, 1, n_samples)
+            .to(self.weight)
+            .view(1, -1, 1)
+            .repeat(1, 1, len(self.augmentation.names))
         )
         return self.transformed_weights(draws)[0][:, :rows].transpose(0, 1)
 
@@ -266,7 +310,9 @@ def _check(augmentation: AffineImage | AffinePoints, in_shape: tuple[int, ...]) 
         d = augmentation.dimensions
         fits, wanted = len(in_shape) in (1, 2) and in_shape[-1] == d, f"({d},) or (points, {d})"
     else:
-        raise TypeError(f"weights are transformed by an AffineImage or AffinePoints, got {type(augmentation).__name__}")
+        raise TypeError(
+            f"weights are transformed by an AffineImage or AffinePoints, got {type(augmentation).__name__}"
+        )
     if not fits or min(in_shape) < 1:
         raise ValueError(f"{type(augmentation).__name__} needs in_shape {wanted}, got {in_shape}")
 
@@ -318,7 +364,11 @@ def fit(
         )
     learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
     rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
-    groups = [{"params": [model.mean], "lr": lr_mean}, {"params": rest, "lr": lr}, {"params": learnt, "lr": lr_hyper}]
+    groups = [
+        {"params": [model.mean], "lr": lr_mean},
+        {"params": rest, "lr": lr},
+        {"params": learnt, "lr": lr_hyper},
+    ]
     optimizer = torch.optim.Adam(groups)
     n_steps = n_epochs * -(-len(x) // batch_size)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
@@ -327,10 +377,14 @@ def fit(
     for epoch in bar:
         total = 0.0
         model.rebase_(x[:N_BASIS], len(x), restart=epoch == 1)
-        for batch in torch.randperm(len(x), generator=model.generator).to(x.device).split(batch_size):
+        for batch in (
+            torch.randperm(len(x), generator=model.generator).to(x.device).split(batch_size)
+        ):
             value = _per_datum(model, objective, x[batch], y[batch], len(x))
             if not value.isfinite():
-                raise FloatingPointError(f"the {objective} is {value.item()} in epoch {epoch}; use smaller step sizes")
+                raise FloatingPointError(
+                    f"the {objective} is {value.item()} in epoch {epoch}; use smaller step sizes"
+                )
             optimizer.zero_grad()
             (-value).backward()
             if epoch <= n_epochs_burnin:
@@ -340,22 +394,32 @@ def fit(
             scheduler.step()
             model.augmentation.project_()
             total += value.item() * len(batch)
-        history.append({"epoch": epoch, "objective": total / len(x), "ranges": model.augmentation.magnitudes()})
+        history.append(
+            {"epoch": epoch, "objective": total / len(x), "ranges": model.augmentation.magnitudes()}
+        )
         bar.set_postfix({objective: f"{total / len(x):.3f}", **_widest(model.augmentation)})
     return history
 
 
 def _per_datum(model: ShallowNetwork, objective: str, x: Tensor, y: Tensor, n_data: int) -> Tensor:
-    return model.elbo(x, y, n_data) / n_data if objective == "elbo" else model.point_log_likelihood(x, y)
+    return (
+        model.elbo(x, y, n_data) / n_data
+        if objective == "elbo"
+        else model.point_log_likelihood(x, y)
+    )
 
 
 def _check_training(x: Tensor, y: Tensor, objective: str, n_epochs: int, batch_size: int) -> None:
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
     if n_epochs < 1 or batch_size < 1:
-        raise ValueError(f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}")
+        raise ValueError(
+            f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}"
+        )
     if len(x) != len(y) or not len(x):
-        raise ValueError(f"there must be inputs, and as many labels or targets, got {len(x)} and {len(y)}")
+        raise ValueError(
+            f"there must be inputs, and as many labels or targets, got {len(x)} and {len(y)}"
+        )
     if not (x.isfinite().all() and y.isfinite().all()):
         raise ValueError("inputs or targets hold NaN or infinite values")
 

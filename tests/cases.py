@@ -70,33 +70,72 @@ GROUP = [
     (lambda: LiftingConv2d(3, 5, 3), (2, 3, 4, 6)),
     (lambda: LiftingConv2d(3, 2, 2, group="p4m", bias=False, padding=1), (2, 3, 4, 5)),
     (
-        lambda: LiftingConv2d(3, 2, (2, 3), group="pm", padding=(0, 1), padding_mode="reflect", dilation=(2, 1)),
+        lambda: LiftingConv2d(
+            3, 2, (2, 3), group="pm", padding=(0, 1), padding_mode="reflect", dilation=(2, 1)
+        ),
         (2, 3, 4, 5),
     ),
     (lambda: LiftingConv2d(2, 5, (3, 1), group=cycle()), (2, 2, 3, 1)),
     (lambda: GroupConv2d(3, 5, 3, padding=1, padding_mode="circular"), (2, 3, 4, 5, 6)),
     (lambda: GroupConv2d(3, 2, 2, group="p4m"), (2, 3, 8, 4, 5)),
     (lambda: GroupConv2d(4, 6, 3, groups=2, padding="same", dilation=2), (2, 4, 4, 5, 6)),
-    (lambda: GroupConv2d(2, 5, (1, 3), group=hue(), padding=(0, 2), padding_mode="replicate"), (2, 2, 3, 4, 6)),
+    (
+        lambda: GroupConv2d(2, 5, (1, 3), group=hue(), padding=(0, 2), padding_mode="replicate"),
+        (2, 2, 3, 4, 6),
+    ),
     (lambda: GroupConv2d(3, 5, 3, kernel="pointwise"), (2, 3, 4, 5, 6)),
-    (lambda: GroupConv2d(4, 6, 3, kernel="pointwise", groups=2, group="p4m", bias=False, padding=1), (2, 4, 8, 3, 5)),
+    (
+        lambda: GroupConv2d(
+            4, 6, 3, kernel="pointwise", groups=2, group="p4m", bias=False, padding=1
+        ),
+        (2, 4, 8, 3, 5),
+    ),
     (lambda: GroupConv2d(3, 5, 3, kernel="separable").mixing, (2, 3, 4, 2, 6)),
-    (lambda: GroupConv2d(3, 5, 3, kernel="separable", padding=1, padding_mode="circular").spatial, (2, 5, 4, 3, 6)),
+    (
+        lambda: (
+            GroupConv2d(3, 5, 3, kernel="separable", padding=1, padding_mode="circular").spatial
+        ),
+        (2, 5, 4, 3, 6),
+    ),
 ]
 
 SPARSE = [
     (lambda: OntoBasis((3, 4)), (2, 5, 12)),
     (lambda: OntoBasis((3, 4), learn_omega="weight"), (2, 5, 12)),
-    (lambda: OntoBasis((3, 4), kind="exponential", learn_omega="weight", anchors="learnt"), (2, 5, 12)),
+    (
+        lambda: OntoBasis((3, 4), kind="exponential", learn_omega="weight", anchors="learnt"),
+        (2, 5, 12),
+    ),
     (lambda: FromBasis((3, 4), 5, n_anchors=7, learn_omega="weight"), (2, 5, 7)),
     (lambda: FromBasis((3, 4), 5, bias=False, kind="exponential", learn_omega="weight"), (2, 5, 6)),
     (lambda: FromBasis((3, 4), 5, learn_omega="hyperparameter"), (2, 5, 6)),
     (lambda: SparseConv2d(3, 5, 3), (2, 3, 6, 7)),
-    (lambda: SparseConv2d(3, 5, (2, 3), (2, 1), (1, 2), (1, 2), learn_omega="weight"), (2, 3, 6, 7)),
-    (lambda: SparseConv2d(4, 6, 3, groups=2, padding=1, padding_mode="circular", learn_omega="weight"), (2, 4, 5, 7)),
-    (lambda: SparseConv2d(3, 5, (2, 4), padding="same", bias=False, kind="exponential", learn_omega="weight"), (2, 3, 5, 7)),
-    (lambda: SparseConv2d(3, 5, (2, 4), padding="same", padding_mode="circular", n_anchors=3), (2, 3, 5, 7)),
-    (lambda: SparseConv2d(3, 5, 3, padding="valid", padding_mode="reflect", learn_omega="hyperparameter"), (2, 3, 5, 7)),
+    (
+        lambda: SparseConv2d(3, 5, (2, 3), (2, 1), (1, 2), (1, 2), learn_omega="weight"),
+        (2, 3, 6, 7),
+    ),
+    (
+        lambda: SparseConv2d(
+            4, 6, 3, groups=2, padding=1, padding_mode="circular", learn_omega="weight"
+        ),
+        (2, 4, 5, 7),
+    ),
+    (
+        lambda: SparseConv2d(
+            3, 5, (2, 4), padding="same", bias=False, kind="exponential", learn_omega="weight"
+        ),
+        (2, 3, 5, 7),
+    ),
+    (
+        lambda: SparseConv2d(3, 5, (2, 4), padding="same", padding_mode="circular", n_anchors=3),
+        (2, 3, 5, 7),
+    ),
+    (
+        lambda: SparseConv2d(
+            3, 5, 3, padding="valid", padding_mode="reflect", learn_omega="hyperparameter"
+        ),
+        (2, 3, 5, 7),
+    ),
 ]
 
 # layers made of layers that have rules
@@ -105,7 +144,12 @@ COMPOSED = [
     (lambda: Linear2d(2, 3, (3, 4)), (2, 2, 3, 4)),
     (lambda: SparseLinear2d(2, 3, (3, 4), learn_omega="weight"), (2, 2, 3, 4)),
     (lambda: GroupConv2d(3, 5, 3, kernel="separable"), (2, 3, 4, 5, 6)),
-    (lambda: ResidualPathway(f_fc=FactoredLinear2d(2, 3, 4, 4), conv=nn.Conv2d(2, 3, 3, padding=1)), (2, 2, 4, 4)),
+    (
+        lambda: ResidualPathway(
+            f_fc=FactoredLinear2d(2, 3, 4, 4), conv=nn.Conv2d(2, 3, 3, padding=1)
+        ),
+        (2, 2, 4, 4),
+    ),
 ]
 
 WITH_RULES = TORCH + GROUP + SPARSE  # every type in the registry must be here

@@ -81,14 +81,22 @@ def test_one_rich_layer_has_the_fourier_transform():
             last.weight[target * d : (target + 1) * d, source * d : (source + 1) * d] = torch.eye(d)
     x = 2 * torch.rand(50, d) - 1
     clear = (torch.fft.fft(x).abs() > 0.1).repeat(1, 3)  # elsewhere phases depend on eps
-    torch.testing.assert_close(net(x)[clear], fourier_code(x)[clear], rtol=0, atol=layer.eps / 0.1**2)
+    torch.testing.assert_close(
+        net(x)[clear], fourier_code(x)[clear], rtol=0, atol=layer.eps / 0.1**2
+    )
 
 
 def test_networks_have_their_widths_and_curvature():
     rich, selu = (network(layer, 5, 7, depth=2, width=6) for layer in ("rich", "selu"))
     assert [type(module).__name__ for module in rich] == ["RichLayer", "RichLayer", "Linear"]
     assert [module.out_features for module in rich] == [5 + 12, 5 + 24, 7]
-    assert [type(module).__name__ for module in selu] == ["Linear", "SELU", "Linear", "SELU", "Linear"]
+    assert [type(module).__name__ for module in selu] == [
+        "Linear",
+        "SELU",
+        "Linear",
+        "SELU",
+        "Linear",
+    ]
     x = torch.randn(3, 5)
     assert rich(x).shape == selu(x).shape == (3, 7)
     assert " no" not in str(check_model(rich))
@@ -118,7 +126,9 @@ def test_loss_is_its_formula():
         (1 / (0.5 + 2 * d**2) - 1 / (0.5 + 2 * math.dist(z, w) ** 2)) ** 2
         for z, w, d in zip(code.tolist(), other.tolist(), distance.tolist(), strict=True)
     ]
-    assert inverse_distance_loss(code, other, distance, 0.5, 2.0).item() == pytest.approx(sum(terms) / 5)
+    assert inverse_distance_loss(code, other, distance, 0.5, 2.0).item() == pytest.approx(
+        sum(terms) / 5
+    )
     kept = (code - other).norm(dim=1)
     assert inverse_distance_loss(code, other, kept).item() == pytest.approx(0, abs=1e-20)
 
@@ -128,7 +138,9 @@ def test_loss_has_a_gradient_where_codes_are_equal():
     other = code.detach().clone()
     inverse_distance_loss(code, other, torch.zeros(4)).backward()
     assert torch.equal(code.grad, torch.zeros(4, 3))
-    assert torch.autograd.gradcheck(lambda z: inverse_distance_loss(z, other.roll(1, 0), distance), code)
+    assert torch.autograd.gradcheck(
+        lambda z: inverse_distance_loss(z, other.roll(1, 0), distance), code
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,13 +152,26 @@ def test_loss_has_a_gradient_where_codes_are_equal():
         (lambda: network("relu", 2, 2, 1, 4), "unknown layer 'relu'; choose from rich, selu"),
         (lambda: network("rich", 2, 2, 1, 5), "width must be even, got 5"),
         (lambda: network("selu", 2, 2, -1, 5), "no negative depth, got .*depth=-1"),
-        (lambda: InvariantAutoencoder(torch.nn.Identity(), torch.nn.Identity(), 0), "n_invariant must be positive"),
         (
-            lambda: InvariantAutoencoder(torch.nn.Identity(), torch.nn.Identity(), 3)(torch.zeros(2, 3)),
+            lambda: InvariantAutoencoder(torch.nn.Identity(), torch.nn.Identity(), 0),
+            "n_invariant must be positive",
+        ),
+        (
+            lambda: InvariantAutoencoder(torch.nn.Identity(), torch.nn.Identity(), 3)(
+                torch.zeros(2, 3)
+            ),
             r"k above n_invariant=3.*\[2, 3\]",
         ),
-        (lambda: inverse_distance_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 1)), r"and \[2, 1\]"),
-        (lambda: inverse_distance_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.0), "got 0.0 and 0.3"),
+        (
+            lambda: inverse_distance_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 1)),
+            r"and \[2, 1\]",
+        ),
+        (
+            lambda: inverse_distance_loss(
+                torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), 0.0
+            ),
+            "got 0.0 and 0.3",
+        ),
     ],
 )
 def test_networks_and_loss_refuse(call, match):
@@ -188,14 +213,18 @@ def test_invariants_stay_and_tell_vectors_apart(task):
 def test_order_of_the_permutation_matters():
     symmetry = HiddenShifts.of("permutation", 6, torch.Generator().manual_seed(1))
     x = torch.randn(40, 6)
-    assert (symmetry.invariants(HiddenShifts(6).moved(x)) - symmetry.invariants(x)).abs().mean() > 0.1
+    assert (
+        symmetry.invariants(HiddenShifts(6).moved(x)) - symmetry.invariants(x)
+    ).abs().mean() > 0.1
 
 
 @pytest.mark.parametrize("order", [None, torch.tensor([4, 2, 0, 1, 5, 3])])
 def test_two_vectors_of_one_part_are_not_the_same(order):
     symmetry = HiddenShifts(6, 2, order)
     x, other, distance = symmetry.pairs(2000)
-    halves = (symmetry.invariants(x) - symmetry.invariants(other)).unflatten(1, (2, 3)).norm(dim=2) < 1e-9
+    halves = (symmetry.invariants(x) - symmetry.invariants(other)).unflatten(1, (2, 3)).norm(
+        dim=2
+    ) < 1e-9
     shares = [(halves.sum(1) == k).double().mean().item() for k in (0, 1, 2)]
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.05)
     assert torch.equal(distance < 1e-9, halves.all(1))
@@ -210,7 +239,9 @@ def test_factors_are_between_a_half_and_two():
     assert factors.log2().max().item() == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize(("task", "n"), [("shift", 6), ("two-part", 9), ("permutation", 6), ("scaled-shift", 6)])
+@pytest.mark.parametrize(
+    ("task", "n"), [("shift", 6), ("two-part", 9), ("permutation", 6), ("scaled-shift", 6)]
+)
 def test_orbit_is_all_of_it(task, n):
     symmetry = HiddenShifts.of(task, 6, torch.Generator().manual_seed(1))
     x = torch.randn(6)
@@ -234,8 +265,14 @@ def test_draws_repeat_with_a_generator():
         (lambda: HiddenShifts(7, 2), "7 features, 2 parts"),
         (lambda: HiddenShifts(3, 3), "of two entries at least: 3 features, 3 parts"),
         (lambda: HiddenShifts(4, max_factor=0.5), "at least 1, got 0.5"),
-        (lambda: HiddenShifts(3, order=torch.tensor([0, 1, 1])), r"permutation of 3 entries, got \[0, 1, 1\]"),
-        (lambda: HiddenShifts.of("turn", 4), "unknown task 'turn'; choose from dft, shift, two-part"),
+        (
+            lambda: HiddenShifts(3, order=torch.tensor([0, 1, 1])),
+            r"permutation of 3 entries, got \[0, 1, 1\]",
+        ),
+        (
+            lambda: HiddenShifts.of("turn", 4),
+            "unknown task 'turn'; choose from dft, shift, two-part",
+        ),
         (lambda: HiddenShifts(4).moved(torch.zeros(2, 5)), r"\[n, 4\], got shape \[2, 5\]"),
         (lambda: HiddenShifts(4).invariants(torch.zeros(2, 4).long()), "of torch.int64"),
     ],
@@ -315,7 +352,9 @@ def test_errors_are_those_of_the_networks(finished):
     model = outcome.models["rich-1"]
     errors = outcome.errors("rich-1")
     with torch.no_grad():
-        loss = inverse_distance_loss(model.encode(x).invariant, model.encode(other).invariant, distance)
+        loss = inverse_distance_loss(
+            model.encode(x).invariant, model.encode(other).invariant, distance
+        )
         assert errors["loss"] == pytest.approx(loss.item())
         assert errors["reconstruction"] == pytest.approx((model(x)[0] - x).square().mean().item())
     assert 0 < errors["same"] < errors["different"]
@@ -324,22 +363,36 @@ def test_errors_are_those_of_the_networks(finished):
 def test_the_taught_code_has_three_parts():
     outcome = learn_pairs(PairExperiment("dft", ("rich-1",), **SMALL))
     errors = outcome.errors("rich-1")
-    assert errors["code"] == pytest.approx((errors["modulus"] + errors["sine"] + errors["cosine"]) / 3)
+    assert errors["code"] == pytest.approx(
+        (errors["modulus"] + errors["sine"] + errors["cosine"]) / 3
+    )
     x = torch.randn(5, 4)
     modulus, sine, cosine = fourier_code(x).chunk(3, 1)
-    torch.testing.assert_close(torch.complex(modulus * cosine, modulus * sine), torch.fft.fft(x + 0j))
+    torch.testing.assert_close(
+        torch.complex(modulus * cosine, modulus * sine), torch.fft.fft(x + 0j)
+    )
 
 
 @pytest.mark.parametrize("task", PAIR_TASKS)
 def test_codes_become_invariant(task):
     experiment = PairExperiment(
-        task, ("rich-1",), n_features=4, width=24, n_train=4000, n_test=500, n_epochs=8, batch_size=50, lr=1e-2
+        task,
+        ("rich-1",),
+        n_features=4,
+        width=24,
+        n_train=4000,
+        n_test=500,
+        n_epochs=8,
+        batch_size=50,
+        lr=1e-2,
     )
     outcome = learn_pairs(experiment)
     errors = outcome.errors("rich-1")
     assert errors["same"] < 0.05 * errors["different"]
     assert errors["reconstruction"] < 0.01
-    orbit = {part: torch.tensor(values) for part, values in outcome.networks["rich-1"]["orbit"].items()}
+    orbit = {
+        part: torch.tensor(values) for part, values in outcome.networks["rich-1"]["orbit"].items()
+    }
     assert orbit["invariant"].std(0).mean() < 0.5 * orbit["variant"].std(0).mean()
 
 
@@ -347,7 +400,10 @@ def test_codes_become_invariant(task):
     ("options", "match"),
     [
         ({"task": "turn"}, "unknown task 'turn'"),
-        ({"networks": ("relu-2",)}, "unknown network 'relu-2'; write layer-depth, such as rich-2, of rich, selu"),
+        (
+            {"networks": ("relu-2",)},
+            "unknown network 'relu-2'; write layer-depth, such as rich-2, of rich, selu",
+        ),
         ({"networks": ("rich",)}, "unknown network 'rich'"),
         ({"networks": ()}, "at least one"),
         ({"networks": ("rich-1", "rich-1")}, "different ones"),
@@ -363,7 +419,9 @@ def test_experiments_refuse(options, match):
 
 
 def test_divergence_is_told():
-    with pytest.raises(FloatingPointError, match="selu-2 is not finite after epoch 1; a smaller lr"):
+    with pytest.raises(
+        FloatingPointError, match="selu-2 is not finite after epoch 1; a smaller lr"
+    ):
         learn_pairs(PairExperiment("dft", ("selu-2",), **SMALL, lr=1e200))
 
 
@@ -371,11 +429,30 @@ def test_divergence_is_told():
 
 
 def test_pairs_prints_a_table(tmp_path, capfd):
-    arguments = ["--task", "scaled-shift", "--networks", "rich-1", "--features", "4", "--train", "64", "--test", "9"]
+    arguments = [
+        "--task",
+        "scaled-shift",
+        "--networks",
+        "rich-1",
+        "--features",
+        "4",
+        "--train",
+        "64",
+        "--test",
+        "9",
+    ]
     arguments += ["--epochs", "1", "--out", str(tmp_path / "run")]
     cli.main(["pairs", *arguments])
     out, err = capfd.readouterr()
-    assert out.split()[:7] == ["network", "parameters", "loss", "same", "different", "reconstruction", "seconds"]
+    assert out.split()[:7] == [
+        "network",
+        "parameters",
+        "loss",
+        "same",
+        "different",
+        "reconstruction",
+        "seconds",
+    ]
     assert "rich-1" in out
     assert "pairs.png, result.json" in out
     assert "1/1" in err
@@ -385,7 +462,10 @@ def test_pairs_prints_a_table(tmp_path, capfd):
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [(["--networks", "conv-2"], "unknown network 'conv-2'"), (["--epochs", "0"], "n_epochs must be positive")],
+    [
+        (["--networks", "conv-2"], "unknown network 'conv-2'"),
+        (["--epochs", "0"], "n_epochs must be positive"),
+    ],
 )
 def test_bad_arguments_are_explained_and_write_nothing(tmp_path, arguments, match):
     with pytest.raises(SystemExit, match=match):

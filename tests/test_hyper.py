@@ -42,7 +42,8 @@ def test_is_not_a_parameter_but_in_the_state(model):
 
 
 @pytest.mark.parametrize(
-    "move", [lambda m: m.to(torch.float32), lambda m: m.float(), lambda m: m.half(), lambda m: m.double()]
+    "move",
+    [lambda m: m.to(torch.float32), lambda m: m.float(), lambda m: m.half(), lambda m: m.double()],
 )
 def test_keeps_identity_through_casts(model, move):
     scale, order = model[1].scale, list(model.state_dict())
@@ -104,7 +105,9 @@ def test_frozen_stays_frozen(model):
 
 def test_laplace_puts_no_prior_and_no_curvature_on_it(model):
     loader = DataLoader(TensorDataset(torch.randn(6, 2), torch.randn(6, 2)), batch_size=3)
-    la = Laplace(model, "regression", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        model, "regression", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN
+    )
     la.fit(loader)
     assert la.n_params == 6
     assert len(la.H) == 2
@@ -149,7 +152,11 @@ def test_learning_skips_what_is_not_finite(model, caplog):
 
 
 def test_learning_is_not_nested(model):
-    with li.learning(model), pytest.raises(RuntimeError, match="being learnt already"), li.learning(model):
+    with (
+        li.learning(model),
+        pytest.raises(RuntimeError, match="being learnt already"),
+        li.learning(model),
+    ):
         pass
     with li.learning(model):  # and the failed attempt left nothing behind
         pass

@@ -82,7 +82,9 @@ def test_augmentation_type_is_checked():
 
 def test_functions_can_be_applied_to_all_modules():
     """An augmentation's ``apply`` is not that of modules."""
-    model = nn.Sequential(li.InvariantModel(nn.Linear(2, 3), li.Compose(li.AffinePoints(), li.AffinePoints())))
+    model = nn.Sequential(
+        li.InvariantModel(nn.Linear(2, 3), li.Compose(li.AffinePoints(), li.AffinePoints()))
+    )
     seen = []
     assert model.apply(seen.append) is model
     assert set(seen) == set(model.modules())

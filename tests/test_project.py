@@ -13,6 +13,7 @@ from laplace_invariance.experiments import demo as demos
 
 ROOT = Path(__file__).parent.parent
 
+
 def test_works_without_optional_packages():
     code = """
 import sys
@@ -23,7 +24,9 @@ sys.modules["matplotlib"] = sys.modules["sklearn"] = None
 import laplace_invariance.cli, laplace_invariance.experiments.demo
 laplace_invariance.cli.main(["demo", "points"])
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
     assert "pip install 'laplace-invariance[plots]'" in done.stderr
 
 
@@ -46,13 +49,17 @@ def test_the_program_of_the_readme_runs_and_learns(capsys):
 
 def predicted_lines():
     rows = re.findall(
-        r"^\| \[(\d\d_\w+\.py)\]\(examples/\1\) \|[^|]*\| `([^`]*)` \|$", (ROOT / "README.md").read_text(), re.M
+        r"^\| \[(\d\d_\w+\.py)\]\(examples/\1\) \|[^|]*\| `([^`]*)` \|$",
+        (ROOT / "README.md").read_text(),
+        re.M,
     )
     return dict(rows)
 
 
 def test_readme_has_every_example():
-    assert sorted(predicted_lines()) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    assert sorted(predicted_lines()) == sorted(
+        path.name for path in (ROOT / "examples").glob("*.py")
+    )
 
 
 def numbers(line):
@@ -60,7 +67,11 @@ def numbers(line):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n.startswith("04") else pytest.mark.slow) for n in sorted(predicted_lines())]
+    "name",
+    [
+        pytest.param(n, marks=() if n.startswith("04") else pytest.mark.slow)
+        for n in sorted(predicted_lines())
+    ],
 )
 def test_example_ends_as_the_readme_predicts(name):
     """The same words, and numbers within a tenth, since threads change the order of sums."""
@@ -86,7 +97,9 @@ def test_shapes_are_labelled_by_how_far_they_are_turned():
     assert x.shape == (500, 6, 2)
     assert set(y.tolist()) == {0, 1, 2, 3}
     assert (y == 0).double().mean().item() == pytest.approx(1 - 1 / torch.pi, abs=0.07)
-    upright, labels = datasets.rotated_shapes(500, 1.0, n_shapes=3, noise=0.0, angles=torch.zeros(500)).tensors
+    upright, labels = datasets.rotated_shapes(
+        500, 1.0, n_shapes=3, noise=0.0, angles=torch.zeros(500)
+    ).tensors
     assert labels.min() == 1
     first = upright[labels == 1]
     torch.testing.assert_close(first, first[:1].expand_as(first))
@@ -97,27 +110,54 @@ def test_shapes_are_labelled_by_how_far_they_are_turned():
 def test_demo_writes_its_figure_and_prints_its_result(tmp_path, capsys):
     torch.set_default_dtype(torch.float32)
     state = torch.get_rng_state()
-    cli.main(["demo", "points", "--out", str(tmp_path / "new"), "--epochs", "14", "--samples", "2", "--quiet"])
+    cli.main(
+        [
+            "demo",
+            "points",
+            "--out",
+            str(tmp_path / "new"),
+            "--epochs",
+            "14",
+            "--samples",
+            "2",
+            "--quiet",
+        ]
+    )
     assert torch.equal(torch.get_rng_state(), state)
     figure = tmp_path / "new" / "points.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    for word in ("true range      ±120.0 degrees", "learnt range", "with the learnt invariance", str(figure)):
+    for word in (
+        "true range      ±120.0 degrees",
+        "learnt range",
+        "with the learnt invariance",
+        str(figure),
+    ):
         assert word in printed
 
 
 def test_demo_is_repeatable():
     torch.set_default_dtype(torch.float32)
-    results = [demos.points(None, n_epochs=14, n_samples=2, progress_bar=False, say=lambda _: None) for _ in range(2)]
+    results = [
+        demos.points(None, n_epochs=14, n_samples=2, progress_bar=False, say=lambda _: None)
+        for _ in range(2)
+    ]
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "points", "--help"], ["learn", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["demo", "points", "--help"], ["learn", "--help"]]
+)
 def test_program_and_module_are_the_same(arguments):
     command = [sys.executable, "-m", "laplace_invariance", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    expected = {"--version": __version__, "--help": "compare", "demo": "--samples", "learn": "--resume"}[arguments[0]]
+    expected = {
+        "--version": __version__,
+        "--help": "compare",
+        "demo": "--samples",
+        "learn": "--resume",
+    }[arguments[0]]
     assert expected in done.stdout
 
 

@@ -15,7 +15,9 @@ from laplace_invariance.experiments.variational import RecoveryExperiment, recov
 from laplace_invariance.variational import ShallowNetwork, fit
 
 
-def points_network(likelihood="classification", n_outputs=3, init=0.7, draws="grid", learn="rotation", **options):
+def points_network(
+    likelihood="classification", n_outputs=3, init=0.7, draws="grid", learn="rotation", **options
+):
     augmentation = li.AffinePoints(init={"rotation": init}, learn=learn, draws=draws)
     options = {"n_features": 8, "n_samples": 5, "output_scale": 1.5, "noise": 0.6, **options}
     return ShallowNetwork(augmentation, (2,), n_outputs, likelihood=likelihood, **options)
@@ -32,7 +34,9 @@ def disturbed(model):
 def data(model, n=7):
     x = torch.randn(n, *model.in_shape)
     n_outputs = len(model.mean)
-    return x, torch.randint(n_outputs, (n,)) if model.likelihood == "classification" else torch.randn(n, n_outputs)
+    return x, torch.randint(
+        n_outputs, (n,)
+    ) if model.likelihood == "classification" else torch.randn(n, n_outputs)
 
 
 def posterior(model):
@@ -122,7 +126,12 @@ def test_elbo_of_classification_is_below_the_evidence():
         phi = model.log_scale.exp() * model.features(x)
         logits = torch.einsum("nm,scm->snc", phi, torch.randn(200_000, 2, 2))
         evidence = (
-            logits.log_softmax(-1).gather(-1, y.expand(len(logits), -1).unsqueeze(-1)).sum((1, 2)).exp().mean().log()
+            logits.log_softmax(-1)
+            .gather(-1, y.expand(len(logits), -1).unsqueeze(-1))
+            .sum((1, 2))
+            .exp()
+            .mean()
+            .log()
         )
         assert model.elbo(x, y, n_outputs_drawn=10_000) < evidence
     fit(model, x, y, n_epochs=300, batch_size=4, lr_mean=0.05, lr_hyper=0.0)
@@ -145,7 +154,9 @@ def test_moments_are_those_of_outputs_under_q():
     mean, variance = disturbed(model).moments(model.features(x))
     phi, q = model.features(x) * model.log_scale.exp(), posterior(model)
     torch.testing.assert_close(mean, torch.einsum("nm,cm->nc", phi, q.mean))
-    torch.testing.assert_close(variance, torch.einsum("nm,cmk,nk->nc", phi, q.covariance_matrix, phi))
+    torch.testing.assert_close(
+        variance, torch.einsum("nm,cmk,nk->nc", phi, q.covariance_matrix, phi)
+    )
     torch.testing.assert_close(model(x), mean)
 
 
@@ -155,14 +166,18 @@ def test_batches_add_up_to_all_data(likelihood):
     if likelihood == "classification":  # q a point, so that the draws of outputs do not matter
         model.lower.data.zero_(), model.log_diagonal.data.fill_(-50.0)
     x, y = data(model, 10)
-    parts = [len(a) / 10 * model.elbo(a, b, 10) for a, b in zip(x.split(4), y.split(4), strict=True)]
+    parts = [
+        len(a) / 10 * model.elbo(a, b, 10) for a, b in zip(x.split(4), y.split(4), strict=True)
+    ]
     torch.testing.assert_close(sum(parts), model.elbo(x, y))
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "classification"])
 @pytest.mark.parametrize("activation", ["cosine", "relu"])
 def test_gradients_equal_central_differences(likelihood, activation):
-    model = disturbed(points_network(likelihood, activation=activation, n_features=4, draws="sobol", learn="all"))
+    model = disturbed(
+        points_network(likelihood, activation=activation, n_features=4, draws="sobol", learn="all")
+    )
     x, y = data(model)
 
     def elbo():
@@ -175,7 +190,9 @@ def test_gradients_equal_central_differences(likelihood, activation):
     for name, tensor in tensors.items():
         expected = central_differences(lambda: elbo().detach(), tensor)
         assert expected.abs().max() > 1e-3, name
-        torch.testing.assert_close(tensor.grad, expected, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            tensor.grad, expected, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_only_the_objectives_reach_hyperparameters():
@@ -199,7 +216,9 @@ def of_transformed_inputs(model, x, draws):
 
 
 @pytest.mark.parametrize("activation", ["cosine", "relu"])
-@pytest.mark.parametrize(("dimensions", "in_shape"), [(2, (2,)), (2, (5, 2)), (3, (3,)), (3, (4, 3))])
+@pytest.mark.parametrize(
+    ("dimensions", "in_shape"), [(2, (2,)), (2, (5, 2)), (3, (3,)), (3, (4, 3))]
+)
 def test_transformed_weights_are_transformed_coordinates(activation, dimensions, in_shape):
     augmentation = li.AffinePoints(dimensions, init=0.4)
     model = disturbed(ShallowNetwork(augmentation, in_shape, 3, 6, activation=activation))
@@ -209,28 +228,40 @@ def test_transformed_weights_are_transformed_coordinates(activation, dimensions,
 
 
 @pytest.mark.parametrize(
-    "ranges", [{"rotation": 2.0}, {"x_translation": 0.2}, {"x_scale": 0.3}, {"shear": 0.2, "rotation": 0.5}]
+    "ranges",
+    [{"rotation": 2.0}, {"x_translation": 0.2}, {"x_scale": 0.3}, {"shear": 0.2, "rotation": 0.5}],
 )
 def test_transformed_weights_are_transformed_images_up_to_interpolation(ranges):
     augmentation = li.AffineImage(init=ranges)
     model = ShallowNetwork(augmentation, (2, 29, 29), 3, 8, length_scale=2.0, n_samples=1)
     ys, xs = torch.meshgrid(torch.linspace(-1, 1, 29), torch.linspace(-1, 1, 29), indexing="ij")
     centres = 0.6 * torch.rand(5, 2, 2, 1, 1) - 0.3
-    x = torch.exp(-((xs - centres[:, :, 0]) ** 2 + (ys - centres[:, :, 1]) ** 2) / 0.05)  # smooth, dark at the border
+    x = torch.exp(
+        -((xs - centres[:, :, 0]) ** 2 + (ys - centres[:, :, 1]) ** 2) / 0.05
+    )  # smooth, dark at the border
     draws = augmentation.sample(1, 3)
     found, expected = model.features(x, draws), of_transformed_inputs(model, x, draws)
     assert (found - expected).abs().max() < 0.02
     assert (found - model.features(x, 0 * draws)).abs().max() > 0.05
-    assert (found - model.features(x, -draws)).abs().max() > 0.05  # the inverse is another transformation
+    assert (
+        found - model.features(x, -draws)
+    ).abs().max() > 0.05  # the inverse is another transformation
 
 
 def test_many_cosines_are_the_squared_exponential_kernel():
     augmentation = li.AffinePoints(learn="rotation")
-    model = ShallowNetwork(augmentation, (2,), 1, 100, likelihood="regression", n_samples=1, length_scale=0.8)
-    model.weight, model.bias = torch.randn(50_000, 2) / 0.8, torch.zeros(50_000)  # many, without a q that is as wide
+    model = ShallowNetwork(
+        augmentation, (2,), 1, 100, likelihood="regression", n_samples=1, length_scale=0.8
+    )
+    model.weight, model.bias = (
+        torch.randn(50_000, 2) / 0.8,
+        torch.zeros(50_000),
+    )  # many, without a q that is as wide
     x = torch.randn(5, 2)
     phi = model.features(x) * math.sqrt(100 / 100_000)
-    torch.testing.assert_close(phi @ phi.mT, torch.exp(-(torch.cdist(x, x) ** 2) / (2 * 0.8**2)), atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        phi @ phi.mT, torch.exp(-(torch.cdist(x, x) ** 2) / (2 * 0.8**2)), atol=0.02, rtol=0
+    )
 
 
 def test_blur_limits_frequencies_and_keeps_sums():
@@ -239,7 +270,9 @@ def test_blur_limits_frequencies_and_keeps_sums():
     model.weight[:, :, 7, 7] = 1
     blurred = model.filter_bank(1, 3)[0, 1, 0]
     steps = (torch.arange(15) - 7) / (0.2 * 7)
-    torch.testing.assert_close(blurred / blurred.max(), torch.exp(-(steps**2 + steps[:, None] ** 2) / 2))
+    torch.testing.assert_close(
+        blurred / blurred.max(), torch.exp(-(steps**2 + steps[:, None] ** 2) / 2)
+    )
     assert blurred.sum().item() == pytest.approx(1)
     model.blur = 0.0
     torch.testing.assert_close(model.filter_bank(1, 3)[0, 1], model.weight[0])
@@ -265,7 +298,9 @@ def test_draws_are_fresh_with_gradients_and_fixed_without():
         grid = points_network(draws="grid")
         grid.load_state_dict(model.state_dict())
     assert torch.equal(grid.features(x), grid.features(x))
-    expected = grid.features(x, torch.tensor([-0.8, -0.4, 0.0, 0.4, 0.8]).view(1, 5, 1) * torch.eye(6)[2])
+    expected = grid.features(
+        x, torch.tensor([-0.8, -0.4, 0.0, 0.4, 0.8]).view(1, 5, 1) * torch.eye(6)[2]
+    )
     torch.testing.assert_close(grid.features(x), expected)
 
 
@@ -307,11 +342,15 @@ def test_frozen_ranges_stay_and_everything_repeats():
     x, y = ring(50)
     found = []
     for _ in range(2):
-        model = points_network(n_outputs=2, draws="sobol", generator=torch.Generator().manual_seed(3))
+        model = points_network(
+            n_outputs=2, draws="sobol", generator=torch.Generator().manual_seed(3)
+        )
         model.augmentation = model.augmentation.frozen()
         found.append((fit(model, x, y, n_epochs=3, batch_size=20), model.state_dict()))
     assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1].values(), found[1][1].values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found[0][1].values(), found[1][1].values(), strict=True)
+    )
     assert model.augmentation.magnitudes()["rotation"] == pytest.approx(0.7)
 
 
@@ -324,7 +363,9 @@ def test_ranges_stay_in_their_domain():
 def test_steps_that_are_not_finite_are_refused():
     model = points_network()
     x, y = data(model)
-    with pytest.raises(FloatingPointError, match=r"the elbo is (nan|-inf) in epoch \d; use smaller step sizes"):
+    with pytest.raises(
+        FloatingPointError, match=r"the elbo is (nan|-inf) in epoch \d; use smaller step sizes"
+    ):
         fit(model, x, y, lr=1e6)
 
 
@@ -335,14 +376,22 @@ def test_steps_that_are_not_finite_are_refused():
     ("options", "error", "match"),
     [
         ({"augmentation": li.Colour()}, TypeError, "AffineImage or AffinePoints, got Colour"),
-        ({"in_shape": (1, 8, 8)}, ValueError, r"AffinePoints needs in_shape \(2,\) or \(points, 2\), got \(1, 8, 8\)"),
+        (
+            {"in_shape": (1, 8, 8)},
+            ValueError,
+            r"AffinePoints needs in_shape \(2,\) or \(points, 2\), got \(1, 8, 8\)",
+        ),
         (
             {"augmentation": li.AffineImage()},
             ValueError,
             r"AffineImage needs in_shape \(channels, height, width\), got \(2,\)",
         ),
         ({"activation": "tanh"}, ValueError, "unknown activation 'tanh'; choose from cosine, relu"),
-        ({"likelihood": "poisson"}, ValueError, "unknown likelihood 'poisson'; choose from classification, regression"),
+        (
+            {"likelihood": "poisson"},
+            ValueError,
+            "unknown likelihood 'poisson'; choose from classification, regression",
+        ),
         ({"n_features": 7}, ValueError, "positive, and even for cosines, got 7"),
         ({"n_features": 0, "activation": "relu"}, ValueError, "n_features must be positive, got 0"),
         ({"n_outputs": 1}, ValueError, "classification with n_outputs = 1 has nothing to predict"),
@@ -355,16 +404,25 @@ def test_steps_that_are_not_finite_are_refused():
 def test_networks_refuse(options, error, match):
     with pytest.raises(error, match=match):
         ShallowNetwork(
-            **{"augmentation": li.AffinePoints(learn="rotation"), "in_shape": (2,), "n_outputs": 3, **options}
+            **{
+                "augmentation": li.AffinePoints(learn="rotation"),
+                "in_shape": (2,),
+                "n_outputs": 3,
+                **options,
+            }
         )
 
 
 def test_data_that_do_not_fit_are_refused():
     model, regression = points_network(), points_network("regression")
     x, y = data(model)
-    with pytest.raises(ValueError, match=r"inputs must be \[n, 2\] of torch.float64, got shape \[7, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"inputs must be \[n, 2\] of torch.float64, got shape \[7, 3\]"
+    ):
         model(torch.randn(7, 3))
-    with pytest.raises(ValueError, match=r"labels must be integers \[n\], got shape \[7\] of torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"labels must be integers \[n\], got shape \[7\] of torch.float64"
+    ):
         model.elbo(x, y.double())
     with pytest.raises(ValueError, match="labels must be from 0 to 2, got 0 to 3"):
         model.elbo(x, torch.tensor([0, 1, 2, 3, 0, 0, 0]))
@@ -382,7 +440,14 @@ def test_data_that_do_not_fit_are_refused():
 
 # The experiment and the command line.
 
-SMALL = {"n_features": 20, "n_samples": 3, "n_epochs": 2, "n_train": 60, "n_test": 30, "batch_size": 30}
+SMALL = {
+    "n_features": 20,
+    "n_samples": 3,
+    "n_epochs": 2,
+    "n_train": 60,
+    "n_test": 30,
+    "batch_size": 30,
+}
 ALL = {"learnt": (5, 90), "fixed": (0, 180), "point": (20,)}
 
 
@@ -405,7 +470,12 @@ def test_every_start_is_run(finished):
     assert [(run.method, run.start) for run in found.runs] == [
         ("learnt", 5), ("learnt", 90), ("fixed", 0), ("fixed", 180), ("point", 20),
     ]  # fmt: skip
-    assert {path.name for path in out.iterdir()} == {"experiment.json", "filters.png", "ranges.png", "result.json"}
+    assert {path.name for path in out.iterdir()} == {
+        "experiment.json",
+        "filters.png",
+        "ranges.png",
+        "result.json",
+    }
     for run in found.runs:
         assert len(run.ranges) == 3
         assert run.ranges[0] == run.start
@@ -440,8 +510,14 @@ def test_result_is_read_and_an_interrupted_experiment_goes_on(finished, tmp_path
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"transform": "scaled"}, "unknown transform 'scaled'; choose from fully_rotated, partially_rotated, original"),
-        ({"learnt": (5, 200)}, r"ranges of learnt must be between 0 and 180 degrees, got \(5.0, 200.0\)"),
+        (
+            {"transform": "scaled"},
+            "unknown transform 'scaled'; choose from fully_rotated, partially_rotated, original",
+        ),
+        (
+            {"learnt": (5, 200)},
+            r"ranges of learnt must be between 0 and 180 degrees, got \(5.0, 200.0\)",
+        ),
         ({"learnt": ()}, "there is nothing to run; give at least one of learnt, fixed, point"),
         ({"n_epochs": 0}, "n_epochs must be positive, got 0"),
         ({"lr_hyper": -1.0}, "lr_hyper must be positive, got -1.0"),
@@ -469,7 +545,14 @@ def test_variational_prints_a_table(tmp_path, capsys):
         "--train",
         "60",
     ]
-    arguments += ["--transform", "partially-rotated", "--test", "30", "--out", str(tmp_path / "run")]
+    arguments += [
+        "--transform",
+        "partially-rotated",
+        "--test",
+        "30",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     cli.main(["variational", *arguments])
     out, err = capsys.readouterr()
     for word in (
@@ -497,7 +580,9 @@ def test_variational_prints_a_table(tmp_path, capsys):
 )
 def test_bad_arguments_are_explained(tmp_path, arguments, match):
     with pytest.raises(SystemExit, match=match):
-        cli.main(["variational", *arguments, "--train", "60", "--quiet", "--out", str(tmp_path / "out")])
+        cli.main(
+            ["variational", *arguments, "--train", "60", "--quiet", "--out", str(tmp_path / "out")]
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -508,7 +593,11 @@ def test_filter_bank_has_a_row_for_every_feature():
     ax = plots.figure((4, 3)).subplots()
     filters = torch.randn(2, 3, 2, 5, 7)
     assert plots.filter_bank(filters, ax) is ax
-    mosaic = torch.as_tensor(ax.get_images()[0].get_array().filled(0)).view(2, 7, 3, 9).permute(0, 2, 1, 3)
+    mosaic = (
+        torch.as_tensor(ax.get_images()[0].get_array().filled(0))
+        .view(2, 7, 3, 9)
+        .permute(0, 2, 1, 3)
+    )
     torch.testing.assert_close(mosaic[:, :, 1:-1, 1:-1], filters.mean(2))
     with pytest.raises(ValueError, match=r"got shape \[3, 5, 7\]"):
         plots.filter_bank(torch.randn(3, 5, 7), ax)
@@ -519,9 +608,16 @@ def test_ranges_and_bounds_are_drawn_with_the_truth():
     plots.ranges_from_starts({"learnt": [[5, 60], [175, 80]], "point": [[5, 6]]}, 90, left)
     drawn = [list(line.get_ydata()) for line in left.get_lines()]
     assert drawn == [[5, 60], [175, 80], [5, 6], [90, 90]]
-    assert [text.get_text() for text in left.get_legend().get_texts()] == ["learnt", "point", "true"]
+    assert [text.get_text() for text in left.get_legend().get_texts()] == [
+        "learnt",
+        "point",
+        "true",
+    ]
     plots.bound_by_range({"fixed": [(90, -0.5), (0, -0.9)], "learnt": [(80, -0.4)]}, 90, right)
-    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in right.get_lines()}
+    drawn = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in right.get_lines()
+    }
     assert drawn["fixed"] == ([0, 90], [-0.9, -0.5])
     assert drawn["learnt"] == ([80], [-0.4])
 
@@ -538,7 +634,12 @@ def test_fixed_draws_are_those_of_predictions():
 def test_basis_exists_for_little_noise_in_single_precision():
     torch.set_default_dtype(torch.float32)
     model = ShallowNetwork(
-        li.AffinePoints(init={"rotation": 0.3}, learn="rotation"), (2,), 1, 256, likelihood="regression", noise=0.01
+        li.AffinePoints(init={"rotation": 0.3}, learn="rotation"),
+        (2,),
+        1,
+        256,
+        likelihood="regression",
+        noise=0.01,
     )
     x = torch.randn(2000, 2)
     model.rebase_(x, 60000, restart=True)

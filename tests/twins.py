@@ -48,7 +48,9 @@ def block_diagonal(matrix: Tensor, model: nn.Module) -> Tensor:
     return result
 
 
-def central_differences(function: Callable[[], Tensor], tensor: Tensor, step: float = 1e-5) -> Tensor:
+def central_differences(
+    function: Callable[[], Tensor], tensor: Tensor, step: float = 1e-5
+) -> Tensor:
     """Derivative of ``function()`` in ``tensor``, which it reads, entry by entry."""
     result = torch.zeros_like(tensor)
     flat, values = result.view(-1), tensor.detach().view(-1)  # shares memory with the tensor

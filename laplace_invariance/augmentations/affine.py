@@ -34,7 +34,10 @@ def affine_generators(dimensions: int) -> tuple[list[str], Tensor, list[float]]:
             entries.append((f"{a}_rotation", [(k, j, 1.0), (j, k, -1.0)], math.pi))
     entries += [(f"{a}_scale", [(i, i, 1.0)], math.inf) for i, a in enumerate(axes)]
     shears = ["shear"] if d == 2 else [f"{axes[i]}{axes[j]}_shear" for i, j in pairs]
-    entries += [(name, [(i, j, 1.0), (j, i, 1.0)], math.inf) for name, (i, j) in zip(shears, pairs, strict=True)]
+    entries += [
+        (name, [(i, j, 1.0), (j, i, 1.0)], math.inf)
+        for name, (i, j) in zip(shears, pairs, strict=True)
+    ]
     generators = torch.zeros(len(entries), d + 1, d + 1)
     for index, (_, cells, _) in enumerate(entries):
         for i, j, value in cells:
@@ -76,7 +79,9 @@ class AffineImage(LieGroup):
 
     def act(self, x: Tensor, matrices: Tensor) -> Tensor:
         if x.ndim != 4:
-            raise ValueError(f"AffineImage transforms images [n, channels, height, width], got shape {list(x.shape)}")
+            raise ValueError(
+                f"AffineImage transforms images [n, channels, height, width], got shape {list(x.shape)}"
+            )
         if not x.is_floating_point():
             raise TypeError(
                 f"AffineImage interpolates, so images must be floating point, got {x.dtype}; divide by 255 first"
@@ -88,13 +93,22 @@ class AffineImage(LieGroup):
         maps = matrices[..., :2, :].to(x.dtype).expand(n, -1, -1, -1)
         ys = torch.linspace(-1, 1, height, device=x.device, dtype=x.dtype)
         xs = torch.linspace(-1, 1, width, device=x.device, dtype=x.dtype)
-        pixels = torch.stack([xs.repeat(height), ys.repeat_interleave(width), torch.ones_like(xs).repeat(height)])
-        grid = (maps.transpose(1, 2).reshape(-1, 3) @ pixels).view(n, 2, n_samples * height, width).movedim(1, -1)
+        pixels = torch.stack(
+            [xs.repeat(height), ys.repeat_interleave(width), torch.ones_like(xs).repeat(height)]
+        )
+        grid = (
+            (maps.transpose(1, 2).reshape(-1, 3) @ pixels)
+            .view(n, 2, n_samples * height, width)
+            .movedim(1, -1)
+        )
         samples = F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
         return samples.view(n, channels, n_samples, height, width).transpose(1, 2)
 
     def ranges(self) -> dict[str, str]:
-        return {name: _in_words(name, value, " half-widths") for name, value in self.magnitudes().items()}
+        return {
+            name: _in_words(name, value, " half-widths")
+            for name, value in self.magnitudes().items()
+        }
 
 
 class AffinePoints(LieGroup):
@@ -119,7 +133,9 @@ class AffinePoints(LieGroup):
         **kwargs: Any,
     ) -> None:
         if dimensions not in (2, 3):
-            raise ValueError(f"AffinePoints transforms points in 2 or 3 dimensions, got {dimensions}")
+            raise ValueError(
+                f"AffinePoints transforms points in 2 or 3 dimensions, got {dimensions}"
+            )
         super().__init__(*affine_generators(dimensions), init, learn, **kwargs)
         self.dimensions = dimensions
 
@@ -130,7 +146,9 @@ class AffinePoints(LieGroup):
                 f"AffinePoints(dimensions={d}) transforms [n, {d}] or [n, points, {d}], got shape {list(x.shape)}"
             )
         matrices = matrices.to(x.dtype)
-        points = x.view(len(x), 1, -1, d) @ matrices[..., :d, :d].mT + matrices[..., :d, d].unsqueeze(-2)
+        points = x.view(len(x), 1, -1, d) @ matrices[..., :d, :d].mT + matrices[
+            ..., :d, d
+        ].unsqueeze(-2)
         return points if x.ndim == 3 else points.squeeze(2)
 
     def ranges(self) -> dict[str, str]:

@@ -53,7 +53,9 @@ class Augmentation(Hyperparameterised):
     def weights(self, n_samples: int) -> Tensor:
         """Return the weight of each of ``n_samples`` samples in the average over them, ``[n_samples]``, summing to one."""
         reference = next(self.buffers(), torch.empty(()))
-        return torch.full((n_samples,), 1 / n_samples, dtype=reference.dtype, device=reference.device)
+        return torch.full(
+            (n_samples,), 1 / n_samples, dtype=reference.dtype, device=reference.device
+        )
 
     def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return for each of ``n`` inputs one draw from the learnt distribution, ``[n, 1, ...]``."""
@@ -61,7 +63,10 @@ class Augmentation(Hyperparameterised):
 
     def magnitudes(self) -> dict[str, float]:
         """Return how far the transformations reach, in the units of the hyperparameters, by name."""
-        return {name: self._buffers[name].detach().abs().max().item() for name in self._hyperparameter_names}
+        return {
+            name: self._buffers[name].detach().abs().max().item()
+            for name in self._hyperparameter_names
+        }
 
     def ranges(self) -> dict[str, str]:
         """Say in words and units what the hyperparameters mean, by name."""

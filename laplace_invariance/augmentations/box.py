@@ -61,7 +61,9 @@ class BoxAugmentation(Augmentation):
         self.constraint = constraint
         self.correlated = correlated
         self.draws = draws
-        self.learnt = self._indices(self.names if isinstance(learn, str) and learn == "all" else learn)
+        self.learnt = self._indices(
+            self.names if isinstance(learn, str) and learn == "all" else learn
+        )
         mask = torch.zeros(len(self.names))
         mask[list(self.learnt)] = 1
         self.register_buffer("limits", torch.tensor(list(limits)), persistent=False)

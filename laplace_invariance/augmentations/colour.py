@@ -19,7 +19,9 @@ def hue_rotations(angles: Tensor) -> Tensor:
 
     Rodrigues' formula ``cos I + (1 - cos) u u^T + sin [u]_x`` with ``u = (1, 1, 1) / sqrt(3)``.
     """
-    cross = torch.tensor([[0, -1, 1], [1, 0, -1], [-1, 1, 0]], dtype=angles.dtype, device=angles.device) / math.sqrt(3)
+    cross = torch.tensor(
+        [[0, -1, 1], [1, 0, -1], [-1, 1, 0]], dtype=angles.dtype, device=angles.device
+    ) / math.sqrt(3)
     identity = torch.eye(3, dtype=angles.dtype, device=angles.device)
     cos, sin = angles.cos()[..., None, None], angles.sin()[..., None, None]
     return cos * identity + (1 - cos) / 3 + sin * cross
@@ -49,18 +51,24 @@ class Colour(BoxAugmentation):
         correlated: bool = False,
         draws: str = "independent",
     ) -> None:
-        super().__init__(NAMES, (math.inf, math.inf, math.pi), init, learn, constraint, correlated, draws)
+        super().__init__(
+            NAMES, (math.inf, math.inf, math.pi), init, learn, constraint, correlated, draws
+        )
 
     def _check(self, x: Tensor) -> None:
         if x.ndim != 4 or x.shape[1] not in (1, 3):
-            raise ValueError(f"Colour transforms images [n, 3, height, width], got shape {list(x.shape)}")
+            raise ValueError(
+                f"Colour transforms images [n, 3, height, width], got shape {list(x.shape)}"
+            )
         if x.shape[1] == 1 and NAMES.index("hue") in self.moving:
             raise ValueError(
                 f"images of one channel have no hue, got shape {list(x.shape)}; leave hue out with "
                 "Colour(learn=('brightness', 'contrast')) and without an init for it"
             )
         if not x.is_floating_point():
-            raise TypeError(f"Colour needs floating-point images in [0, 1], got {x.dtype}; divide by 255 first")
+            raise TypeError(
+                f"Colour needs floating-point images in [0, 1], got {x.dtype}; divide by 255 first"
+            )
 
     def move(self, x: Tensor, coefficients: Tensor) -> Tensor:
         self._check(x)
@@ -79,4 +87,6 @@ class Colour(BoxAugmentation):
         return samples.view(n, n_samples, channels, height, width)
 
     def ranges(self) -> dict[str, str]:
-        return {k: in_degrees(v) if k == "hue" else as_factor(v) for k, v in self.magnitudes().items()}
+        return {
+            k: in_degrees(v) if k == "hue" else as_factor(v) for k, v in self.magnitudes().items()
+        }

@@ -86,7 +86,9 @@ class Compose(Augmentation):
 
     def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         check_n_samples(n_samples)
-        return sampling.sample(self.draws, n, n_samples, len(self.names), self.parts[0].eta, generator)
+        return sampling.sample(
+            self.draws, n, n_samples, len(self.names), self.parts[0].eta, generator
+        )
 
     def fixed(self, n_samples: int) -> Tensor:
         check_n_samples(n_samples)
@@ -95,7 +97,9 @@ class Compose(Augmentation):
     def apply(self, x: Tensor, draws: Tensor) -> Tensor:
         check_draws(draws, len(x), (len(self.names),), self)
         n, n_samples = len(x), draws.shape[1]
-        first, *others = zip(self.parts, draws.split([len(part.names) for part in self.parts], dim=-1), strict=True)
+        first, *others = zip(
+            self.parts, draws.split([len(part.names) for part in self.parts], dim=-1), strict=True
+        )
         samples = first[0].apply(x, first[1])
         for part, own in others:  # every sample is an input now, with one draw
             own = own.expand(n, -1, -1).reshape(n * n_samples, 1, -1)

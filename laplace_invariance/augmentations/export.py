@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LearntTransform"]
 
-MODES = ("L", "LA", "RGB", "RGBA")  # of PIL images; others are palettes, have another black or more than eight bits
+MODES = (
+    "L",
+    "LA",
+    "RGB",
+    "RGBA",
+)  # of PIL images; others are palettes, have another black or more than eight bits
 OVERSHOOT = 0.25  # how far an image may leave [0, 1], as resizing makes it; normalised images go much further
 
 
@@ -25,7 +30,11 @@ def _can_be_input(value: Any) -> bool:
     """Tell inputs from labels: images, and tensors of numbers that can be interpolated, but no single numbers."""
     if isinstance(value, (PIL.Image.Image, tv_tensors.Image)):
         return True
-    return isinstance(value, Tensor) and value.ndim > 0 and (value.is_floating_point() or value.dtype == torch.uint8)
+    return (
+        isinstance(value, Tensor)
+        and value.ndim > 0
+        and (value.is_floating_point() or value.dtype == torch.uint8)
+    )
 
 
 class LearntTransform(v2.Transform):
@@ -44,14 +53,18 @@ class LearntTransform(v2.Transform):
 
     _transformed_types = (_can_be_input,)
 
-    def __init__(self, augmentation: Augmentation, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, augmentation: Augmentation, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         if not augmentation.input_ndims:
             raise ValueError(
                 f"{type(augmentation).__name__} does not say how many dimensions one input has, so a batch cannot be told "
                 "from one input; set input_ndims in the class, e.g. input_ndims = (3,) for images"
             )
-        self.augmentation = augmentation.frozen().cpu()  # workers of a DataLoader cannot share a GPU
+        self.augmentation = (
+            augmentation.frozen().cpu()
+        )  # workers of a DataLoader cannot share a GPU
         for module in self.augmentation.modules():
             if getattr(module, "draws", None) == "grid":  # of which one draw is its midpoint
                 module.draws = "independent"
@@ -88,7 +101,9 @@ class LearntTransform(v2.Transform):
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         if not flat_inputs:
             kinds = "images, floating point or uint8" if self._images else "floating-point tensors"
-            raise TypeError(f"nothing to transform: {type(self.augmentation).__name__} takes {kinds}")
+            raise TypeError(
+                f"nothing to transform: {type(self.augmentation).__name__} takes {kinds}"
+            )
         if self.generator is not None and get_worker_info() is not None:
             raise RuntimeError(
                 "every worker of a DataLoader has the same copy of this generator, so the workers would repeat each other; "
@@ -96,7 +111,9 @@ class LearntTransform(v2.Transform):
             )
         sizes = {len(x) if isinstance(x, Tensor) and self._is_batch(x) else 1 for x in flat_inputs}
         if len(sizes) > 1:
-            raise ValueError(f"inputs of one sample get the same draws, but these are batches of {sorted(sizes)}")
+            raise ValueError(
+                f"inputs of one sample get the same draws, but these are batches of {sorted(sizes)}"
+            )
         device = getattr(flat_inputs[0], "device", torch.device("cpu"))
         if next(self.augmentation.buffers()).device != device:
             self.augmentation.to(device)
@@ -112,8 +129,12 @@ class LearntTransform(v2.Transform):
         if x.dtype != torch.uint8:
             return self._move_floats(x, draws)
         if not self._images:
-            raise TypeError(f"{type(self.augmentation).__name__} transforms floating-point tensors, got {x.dtype}")
-        return (255 * self._move_floats(x.float() / 255, draws)).round().clamp(0, 255).to(torch.uint8)
+            raise TypeError(
+                f"{type(self.augmentation).__name__} transforms floating-point tensors, got {x.dtype}"
+            )
+        return (
+            (255 * self._move_floats(x.float() / 255, draws)).round().clamp(0, 255).to(torch.uint8)
+        )
 
     def _move_floats(self, x: Tensor, draws: Tensor) -> Tensor:
         unit_range = self.augmentation.unit_range

@@ -52,7 +52,9 @@ class FiniteGroup(Augmentation):
                     f"FiniteGroup has no element {name!r}; choose from {known} (the identity is always there)"
                 )
         if not 0 <= init <= 1:
-            raise ValueError(f"init must be between 0, the identity alone, and 1, full invariance, got {init}")
+            raise ValueError(
+                f"init must be between 0, the identity alone, and 1, full invariance, got {init}"
+            )
         self.names = ("identity", *dict.fromkeys(names))
         self.register_hyperparameter("eta", torch.full((len(self.names) - 1,), float(init)))
 
@@ -67,7 +69,9 @@ class FiniteGroup(Augmentation):
 
     def weights(self, n_samples: int) -> Tensor:
         if n_samples != len(self.names):
-            raise ValueError(f"FiniteGroup has {len(self.names)} elements, so as many samples, got {n_samples}")
+            raise ValueError(
+                f"FiniteGroup has {len(self.names)} elements, so as many samples, got {n_samples}"
+            )
         eta = self.hyperparameter("eta")
         weights = torch.cat([torch.ones_like(eta[:1]), eta])
         return weights / weights.sum()
@@ -75,9 +79,13 @@ class FiniteGroup(Augmentation):
     def apply(self, x: Tensor, draws: Tensor) -> Tensor:
         check_draws(draws, len(x), (), self)
         if x.ndim != 4:
-            raise ValueError(f"FiniteGroup transforms images [n, channels, height, width], got shape {list(x.shape)}")
+            raise ValueError(
+                f"FiniteGroup transforms images [n, channels, height, width], got shape {list(x.shape)}"
+            )
         if x.shape[-1] != x.shape[-2] and any(name in QUARTER_TURNS for name in self.names):
-            raise ValueError(f"quarter turns need square images, got {list(x.shape)}; choose elements='flips'")
+            raise ValueError(
+                f"quarter turns need square images, got {list(x.shape)}; choose elements='flips'"
+            )
         if len(draws) == 1:  # the same elements for all images
             return torch.stack([ELEMENTS[self.names[i]](x) for i in draws[0].tolist()], dim=1)
         elements = torch.stack([ELEMENTS[name](x) for name in self.names], dim=1)

@@ -41,7 +41,9 @@ class LieGroup(BoxAugmentation):
         return self._exponential(self.coefficients(draws))
 
     def _exponential(self, coefficients: Tensor) -> Tensor:
-        return torch.linalg.matrix_exp(torch.einsum("...k,kij->...ij", coefficients, self.generators))
+        return torch.linalg.matrix_exp(
+            torch.einsum("...k,kij->...ij", coefficients, self.generators)
+        )
 
     def move(self, x: Tensor, coefficients: Tensor) -> Tensor:
         return self.act(x, self._exponential(coefficients))

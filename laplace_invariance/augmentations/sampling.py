@@ -58,7 +58,11 @@ def stratified(
     smooth function has a variance of order ``n_samples^-3`` along one axis, where independent draws have ``n_samples^-1`` and
     a Sobol set that is only shifted has ``n_samples^-2``.
     """
-    shift = (_uniform((n, 1, dimensions), like, generator).to(like.device) * n_samples).long().clamp(max=n_samples - 1)
+    shift = (
+        (_uniform((n, 1, dimensions), like, generator).to(like.device) * n_samples)
+        .long()
+        .clamp(max=n_samples - 1)
+    )
     inside = _uniform((n, n_samples, dimensions), like, generator).to(like.device)
     return 2 * (_exchanged(n_samples, shift) + inside) / n_samples - 1
 
@@ -70,7 +74,12 @@ def _exchanged(n_samples: int, shift: Tensor) -> Tensor:
 
 
 def sample(
-    kind: str, n: int, n_samples: int, dimensions: int, like: Tensor, generator: torch.Generator | None = None
+    kind: str,
+    n: int,
+    n_samples: int,
+    dimensions: int,
+    like: Tensor,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return fresh draws ``[n, n_samples, k]``, ``"independent"`` or ``"sobol"``."""
     draw = {"independent": independent, "sobol": stratified}[kind]
@@ -91,7 +100,9 @@ def grid(n_samples: int, dimensions: int, moving: Sequence[int], like: Tensor) -
         return draws
     side = n_samples if len(moving) == 1 else math.isqrt(n_samples)
     if side ** len(moving) != n_samples:
-        raise ValueError(f"a grid of two generators needs a square number of samples, got n_samples = {n_samples}")
+        raise ValueError(
+            f"a grid of two generators needs a square number of samples, got n_samples = {n_samples}"
+        )
     midpoints = (2 * torch.arange(side, device=draws.device, dtype=draws.dtype) + 1) / side - 1
     axes = torch.meshgrid(*[midpoints] * len(moving), indexing="ij")
     draws[0, :, list(moving)] = torch.stack([axis.flatten() for axis in axes], dim=-1)

@@ -47,16 +47,22 @@ class Sequence(BoxAugmentation):
 
     def move(self, x: Tensor, coefficients: Tensor) -> Tensor:
         if x.ndim != 3:
-            raise ValueError(f"Sequence transforms signals [n, channels, length], got shape {list(x.shape)}")
+            raise ValueError(
+                f"Sequence transforms signals [n, channels, length], got shape {list(x.shape)}"
+            )
         if not x.is_floating_point():
-            raise TypeError(f"Sequence interpolates, so signals must be floating point, got {x.dtype}")
+            raise TypeError(
+                f"Sequence interpolates, so signals must be floating point, got {x.dtype}"
+            )
         length, centre = x.shape[-1], (x.shape[-1] - 1) / 2
         shift, stretch = coefficients.unsqueeze(-1).unbind(-2)
         steps = torch.arange(length, device=x.device, dtype=coefficients.dtype) - centre
         positions = centre + stretch.exp() * steps + shift * (length / 2)
         if self.padding == "circular":
             left = positions.detach().floor()
-            return _interpolate(x, left.long() % length, (left.long() + 1) % length, positions - left)
+            return _interpolate(
+                x, left.long() % length, (left.long() + 1) % length, positions - left
+            )
         # a zero before the signal and two after it, the last for the right neighbour of the first
         positions = positions.clamp(-1, length) + 1
         left = positions.detach().floor()
@@ -64,7 +70,10 @@ class Sequence(BoxAugmentation):
 
     def ranges(self) -> dict[str, str]:
         magnitudes = self.magnitudes()
-        return {"shift": f"±{magnitudes['shift']:.3f} half-lengths", "stretch": as_factor(magnitudes["stretch"])}
+        return {
+            "shift": f"±{magnitudes['shift']:.3f} half-lengths",
+            "stretch": as_factor(magnitudes["stretch"]),
+        }
 
 
 def _interpolate(x: Tensor, left: Tensor, right: Tensor, fractions: Tensor) -> Tensor:

@@ -37,8 +37,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.run(arguments)
     except (KeyboardInterrupt, RuntimeError) as error:
         # torch.save raises an error of its own if it is interrupted
-        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(
+            error.__context__, KeyboardInterrupt
+        ):
             raise
-        raise SystemExit("laplace-invariance: interrupted; the same command with --resume goes on") from None
+        raise SystemExit(
+            "laplace-invariance: interrupted; the same command with --resume goes on"
+        ) from None
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         raise SystemExit(f"laplace-invariance: {error}") from error

@@ -18,7 +18,10 @@ def explained(words: Mapping[str, str]) -> str:
 
 
 def data_arguments(
-    parser: argparse.ArgumentParser, default: Any, many: bool = False, kinds: Sequence[str] = datasets.KINDS
+    parser: argparse.ArgumentParser,
+    default: Any,
+    many: bool = False,
+    kinds: Sequence[str] = datasets.KINDS,
 ) -> None:
     """Add from what images is learnt.
 
@@ -49,10 +52,17 @@ def data_arguments(
 def run_arguments(parser: argparse.ArgumentParser, default: Any, many: bool = False) -> None:
     """Add how long, from how many images, and where everything is and goes; ``many`` takes several seeds."""
     parser.add_argument(
-        "--epochs", type=int, default=default.n_epochs, help="epochs of training (default: %(default)s)"
+        "--epochs",
+        type=int,
+        default=default.n_epochs,
+        help="epochs of training (default: %(default)s)",
     )
-    parser.add_argument("--train", type=int, metavar="N", help="use so many training images (default: all)")
-    parser.add_argument("--test", type=int, metavar="N", help="use so many test images (default: all)")
+    parser.add_argument(
+        "--train", type=int, metavar="N", help="use so many training images (default: all)"
+    )
+    parser.add_argument(
+        "--test", type=int, metavar="N", help="use so many test images (default: all)"
+    )
     parser.add_argument(
         "--seed",
         **({"nargs": "+"} if many else {}),
@@ -61,14 +71,21 @@ def run_arguments(parser: argparse.ArgumentParser, default: Any, many: bool = Fa
         help="of subset, transformations, weights, draws (default: 0)",
     )
     parser.add_argument(
-        "--root", default=default.root, metavar="DIR", help="of torchvision's data sets (default: %(default)s)"
+        "--root",
+        default=default.root,
+        metavar="DIR",
+        help="of torchvision's data sets (default: %(default)s)",
     )
-    parser.add_argument("--download", action="store_true", help="fetch a data set of torchvision that is not there")
+    parser.add_argument(
+        "--download", action="store_true", help="fetch a data set of torchvision that is not there"
+    )
     out_arguments(parser)
 
 
 def out_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where results go, whether they are gone on with, and what is shown meanwhile."""
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where everything goes")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where everything goes"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with what is in DIR")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

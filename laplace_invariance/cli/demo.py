@@ -22,11 +22,19 @@ def add(commands: argparse._SubParsersAction) -> None:
         "with stock laplace.marglik_training.",
     )
     points.add_argument(
-        "--out", type=Path, default=Path("demo"), metavar="DIR", help="where the figure goes (default: demo)"
+        "--out",
+        type=Path,
+        default=Path("demo"),
+        metavar="DIR",
+        help="where the figure goes (default: demo)",
     )
     points.add_argument("--epochs", type=int, default=240, help="epochs of training (default: 240)")
-    points.add_argument("--samples", type=int, default=16, help="sampled rotations per example (default: 16)")
-    points.add_argument("--seed", type=int, default=0, help="of data, weights and draws (default: 0)")
+    points.add_argument(
+        "--samples", type=int, default=16, help="sampled rotations per example (default: 16)"
+    )
+    points.add_argument(
+        "--seed", type=int, default=0, help="of data, weights and draws (default: 0)"
+    )
     points.add_argument("--quiet", action="store_true", help="no progress bar")
     points.set_defaults(run=_points)
 
@@ -36,7 +44,9 @@ def _points(arguments: argparse.Namespace) -> None:
 
     need_matplotlib()
     if arguments.epochs < demos.BURN_IN + demos.EVERY:
-        raise SystemExit(f"--epochs must be at least {demos.BURN_IN + demos.EVERY}, got {arguments.epochs}")
+        raise SystemExit(
+            f"--epochs must be at least {demos.BURN_IN + demos.EVERY}, got {arguments.epochs}"
+        )
     start = time.perf_counter()
     result = demos.points(
         arguments.out,

@@ -48,7 +48,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{explained(METHODS)} (default: %(default)s)",
     )
     parser.add_argument(
-        "--width", type=int, default=default.width, help="channels of the first layer (default: %(default)s)"
+        "--width",
+        type=int,
+        default=default.width,
+        help="channels of the first layer (default: %(default)s)",
     )
     parser.add_argument(
         "--prior",
@@ -57,7 +60,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="one prior precision per tensor, or one per path (default: %(default)s)",
     )
     parser.add_argument(
-        "--per-slot", action="store_true", help="curvature of factored layers with a gradient factor for every slot"
+        "--per-slot",
+        action="store_true",
+        help="curvature of factored layers with a gradient factor for every slot",
     )
     run_arguments(parser, default)
 
@@ -79,5 +84,7 @@ def _run(arguments: argparse.Namespace) -> None:
         root=arguments.root,
         download=arguments.download,
     )
-    outcome = learn_layers(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)
+    outcome = learn_layers(
+        experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet
+    )
     print(f"{outcome}\n{files(arguments.out)}")

@@ -46,14 +46,18 @@ def _arguments(parser: argparse.ArgumentParser, many: bool) -> None:
         metavar="METHOD",
         help=f"{explained(METHODS)} (default: {'all' if many else default.method})",
     )
-    parser.add_argument("--net", default=default.net, choices=NETWORKS, help="network (default: %(default)s)")
+    parser.add_argument(
+        "--net", default=default.net, choices=NETWORKS, help="network (default: %(default)s)"
+    )
     parser.add_argument(
         "--samples",
         type=int,
         default=default.n_samples,
         help="sampled transformations per image (default: %(default)s)",
     )
-    parser.add_argument("--correlated", action="store_true", help="learn correlations of the ranges, too")
+    parser.add_argument(
+        "--correlated", action="store_true", help="learn correlations of the ranges, too"
+    )
     parser.add_argument(
         "--fixed",
         nargs="+",
@@ -113,7 +117,9 @@ def _experiment(arguments: argparse.Namespace, **changes: Any) -> Experiment:
 
 def _learn(arguments: argparse.Namespace) -> None:
     need_matplotlib()
-    outcome = learn(_experiment(arguments), arguments.out, arguments.resume, progress_bar=not arguments.quiet)
+    outcome = learn(
+        _experiment(arguments), arguments.out, arguments.resume, progress_bar=not arguments.quiet
+    )
     print(f"{outcome}\n{files(arguments.out)}")
 
 
@@ -122,5 +128,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     runs = itertools.product(arguments.transform, arguments.method, arguments.seed)
     experiments = [_experiment(arguments, transform=t, method=m, seed=s) for t, m, s in runs]
     print(
-        compare(experiments, arguments.out, arguments.resume, progress_bar=not arguments.quiet, say=say),
+        compare(
+            experiments, arguments.out, arguments.resume, progress_bar=not arguments.quiet, say=say
+        ),
     )

@@ -27,9 +27,20 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     default = MeasurementExperiment()
     source = f"{', '.join(datasets.SOURCES)}, or a FILE.npz"
-    parser.add_argument("--data", default=default.data, metavar="DATA", help=f"{source} (default: %(default)s)")
-    parser.add_argument("--shifted", metavar="DATA", help=f"other images: {source} (default: negatives of test images)")
-    parser.add_argument("--group", default=default.group, choices=GROUPS, help="transformations (default: %(default)s)")
+    parser.add_argument(
+        "--data", default=default.data, metavar="DATA", help=f"{source} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shifted",
+        metavar="DATA",
+        help=f"other images: {source} (default: negatives of test images)",
+    )
+    parser.add_argument(
+        "--group",
+        default=default.group,
+        choices=GROUPS,
+        help="transformations (default: %(default)s)",
+    )
     parser.add_argument(
         "--method",
         nargs="+",
@@ -38,9 +49,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD",
         help=f"{explained(METHODS)} (default: all)",
     )
-    parser.add_argument("--samples", type=int, default=default.n_samples, help="rotations (default: %(default)s)")
     parser.add_argument(
-        "--strength", type=float, default=default.strength, help="of the invariance error (default: %(default)s)"
+        "--samples", type=int, default=default.n_samples, help="rotations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--strength",
+        type=float,
+        default=default.strength,
+        help="of the invariance error (default: %(default)s)",
     )
     run_arguments(parser, default)
 
@@ -60,5 +76,7 @@ def _run(arguments: argparse.Namespace) -> None:
         download=arguments.download,
     )
     shown = not arguments.quiet
-    measured = measure(experiment, arguments.method, arguments.out, arguments.resume, shown, say if shown else None)
+    measured = measure(
+        experiment, arguments.method, arguments.out, arguments.resume, shown, say if shown else None
+    )
     print(f"{measured}\n\n{files(arguments.out)}")

@@ -46,12 +46,28 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         ("epochs", default.n_epochs, "epochs of training"),
         ("seed", default.seed, "of data, weights and batches"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default: %(default)s)")
-    parser.add_argument("--width", type=int, metavar="N", help="linear units per layer (default: 8 for each feature)")
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=value,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
     parser.add_argument(
-        "--alpha", type=float, default=default.alpha, help="of squared distances in the loss (default: %(default)s)"
+        "--width",
+        type=int,
+        metavar="N",
+        help="linear units per layer (default: 8 for each feature)",
     )
-    parser.add_argument("--lr", type=float, help="step size at the start (default: 0.003, or 0.01 for selu in dft)")
+    parser.add_argument(
+        "--alpha",
+        type=float,
+        default=default.alpha,
+        help="of squared distances in the loss (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr", type=float, help="step size at the start (default: 0.003, or 0.01 for selu in dft)"
+    )
     out_arguments(parser)
 
 
@@ -68,5 +84,7 @@ def _run(arguments: argparse.Namespace) -> None:
         alpha=arguments.alpha,
         seed=arguments.seed,
     )
-    outcome = learn_pairs(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet)
+    outcome = learn_pairs(
+        experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet
+    )
     print(f"{outcome}\n{files(arguments.out)}")

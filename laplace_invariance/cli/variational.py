@@ -52,7 +52,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(default, {int: "n_", float: ""}[kind] + option[2:].replace("-", "_"))
         parser.add_argument(option, type=kind, default=value, help=f"{meaning} (default: {value})")
     parser.add_argument(
-        "--activation", default=default.activation, choices=ACTIVATIONS, help="of the layer (default: %(default)s)"
+        "--activation",
+        default=default.activation,
+        choices=ACTIVATIONS,
+        help="of the layer (default: %(default)s)",
     )
     parser.add_argument(
         "--draws",
@@ -64,7 +67,17 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    same = ("data", "transform", "learnt", "fixed", "point", "activation", "draws", "length_scale", "lr_hyper")
+    same = (
+        "data",
+        "transform",
+        "learnt",
+        "fixed",
+        "point",
+        "activation",
+        "draws",
+        "length_scale",
+        "lr_hyper",
+    )
     experiment = RecoveryExperiment(
         **{name: getattr(arguments, name) for name in (*same, "seed", "root", "download")},
         n_features=arguments.features,
@@ -73,5 +86,7 @@ def _run(arguments: argparse.Namespace) -> None:
         n_train=arguments.train,
         n_test=arguments.test,
     )
-    found = recover(experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet, say=say)
+    found = recover(
+        experiment, arguments.out, arguments.resume, progress_bar=not arguments.quiet, say=say
+    )
     print(f"{found}\n{files(arguments.out)}")

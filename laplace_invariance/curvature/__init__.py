@@ -40,7 +40,9 @@ def __getattr__(name: str) -> type:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != package:
             raise
-        raise ImportError(f"{name} needs the package {package!r}: pip install {distribution}") from error
+        raise ImportError(
+            f"{name} needs the package {package!r}: pip install {distribution}"
+        ) from error
 
 
 def __dir__() -> list[str]:

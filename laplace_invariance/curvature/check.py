@@ -25,8 +25,18 @@ __all__ = ["ModelReport", "check_model"]
 
 # What the backends of laplace-torch 0.3 do; tests/test_checking.py runs them to see that this is so.
 WITHOUT_KRON = (AsdlHessian, BackPackEF, CurvlinopsHessian)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYERS = {AsdlInterface: (nn.Linear, nn.Conv2d, nn.Embedding), BackPackInterface: (nn.Linear, *CONVOLUTIONS)}
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+LAYERS = {
+    AsdlInterface: (nn.Linear, nn.Conv2d, nn.Embedding),
+    BackPackInterface: (nn.Linear, *CONVOLUTIONS),
+}
 
 
 class ModelReport:
@@ -52,7 +62,10 @@ class ModelReport:
             shape = " x ".join(map(str, row.parameter.shape)) or "scalar"
             cells.append((row.name, shape, type(row.modules[0][1]).__name__, verdict))
         widths = [max(len(line[i]) for line in cells) for i in range(3)]
-        lines = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in cells]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]])
+            for line in cells
+        ]
         return "\n".join([*lines, *self.objections])
 
     __repr__ = __str__
@@ -69,7 +82,9 @@ def check_model(model: nn.Module, backend: type[CurvatureInterface] = AugmentedG
             layers that it does not know, which it may compute wrongly without saying so.
     """
     if not (isinstance(backend, type) and issubclass(backend, CurvatureInterface)):
-        raise TypeError(f"backend must be a class of curvature backends, such as AugmentedGGN; got {backend!r}")
+        raise TypeError(
+            f"backend must be a class of curvature backends, such as AugmentedGGN; got {backend!r}"
+        )
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -85,14 +100,19 @@ def check_model(model: nn.Module, backend: type[CurvatureInterface] = AugmentedG
 def _as_seen_by(backend: type[CurvatureInterface], row: Coverage) -> Coverage:
     """Return what laplace's own backend will do with a parameter."""
     name, ours = backend.__name__, _ours(backend).__name__
-    known = next((layers for kind, layers in LAYERS.items() if issubclass(backend, kind)), (nn.Linear, nn.Conv2d))
+    known = next(
+        (layers for kind, layers in LAYERS.items() if issubclass(backend, kind)),
+        (nn.Linear, nn.Conv2d),
+    )
     kinds = [type(module) for _, module in row.modules]
     reason = None
     if issubclass(backend, WITHOUT_KRON):
         reason = f"{name} has no Kronecker curvature"
     elif any(kind not in known for kind in kinds):
         reason = f"{name} does not know {kinds[0].__name__}; {ours} {'does' if row.supported else 'does not either'}"
-    elif not issubclass(backend, CurvlinopsInterface) and any(getattr(m, "groups", 1) > 1 for _, m in row.modules):
+    elif not issubclass(backend, CurvlinopsInterface) and any(
+        getattr(m, "groups", 1) > 1 for _, m in row.modules
+    ):
         reason = f"{name} does not know groups of channels, {ours} does"
     return replace(row, reason=reason)
 

@@ -43,13 +43,17 @@ Curvature = Callable[[AnyTrace, Tensor], list[Tensor]]
 class _AugmentedCurvature(CurvatureInterface):
     """What AugmentedGGN and AugmentedEF have in common: everything but the directions that are backpropagated."""
 
-    def _configure(self, kfac_approx: str, per_slot: bool, chunk_size: int | None, on_unsupported: str) -> None:
+    def _configure(
+        self, kfac_approx: str, per_slot: bool, chunk_size: int | None, on_unsupported: str
+    ) -> None:
         if kfac_approx not in ("expand", "reduce"):
             raise ValueError(f"kfac_approx must be 'expand' or 'reduce', got {kfac_approx!r}")
         if on_unsupported not in ("error", "diag"):
             raise ValueError(f"on_unsupported must be 'error' or 'diag', got {on_unsupported!r}")
         if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be a positive number of rows, or None; got {chunk_size}")
+            raise ValueError(
+                f"chunk_size must be a positive number of rows, or None; got {chunk_size}"
+            )
         self.kfac_approx = kfac_approx
         self.per_slot = per_slot
         self.chunk_size = chunk_size
@@ -74,7 +78,9 @@ class _AugmentedCurvature(CurvatureInterface):
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
         """Return loss and Kronecker factors of a batch, ``[G, A / N]`` per matrix, differentiable in hyperparameters."""
         if kwargs:
-            raise TypeError(f"unknown arguments {sorted(kwargs)}; options of the backend go into backend_kwargs")
+            raise TypeError(
+                f"unknown arguments {sorted(kwargs)}; options of the backend go into backend_kwargs"
+            )
         matched = self._matched(x)
         if matched.unsupported and self.on_unsupported == "error":
             raise NotImplementedError(matched.complaint())
@@ -86,10 +92,19 @@ class _AugmentedCurvature(CurvatureInterface):
             blocks: list[list[Tensor]] = []
             for index in self._indices:
                 twin = matched.twins.get(index)
-                if twin is not None and twin < index and twin in gradients and gradients[twin].shape[2:-1].numel() == 1:
-                    blocks.append([blocks[twin][0]])  # one position: the block of the bias is the factor G
+                if (
+                    twin is not None
+                    and twin < index
+                    and twin in gradients
+                    and gradients[twin].shape[2:-1].numel() == 1
+                ):
+                    blocks.append(
+                        [blocks[twin][0]]
+                    )  # one position: the block of the bias is the factor G
                 else:
-                    blocks.append(self._factors(index, inputs.get(index), gradients.get(index), weights, N))
+                    blocks.append(
+                        self._factors(index, inputs.get(index), gradients.get(index), weights, N)
+                    )
             lengths[:] = [len(block) for block in blocks]
             return [factor for block in blocks for factor in block]
 
@@ -121,10 +136,16 @@ class _AugmentedCurvature(CurvatureInterface):
         jacobians, outputs = [], []
         with torch.enable_grad(), fixed_draws():
             for chunk in self._chunks(x, explicit=True):
-                run = self._run(self.model, chunk, create_graph=True) if enable_backprop else self._trace(chunk)
+                run = (
+                    self._run(self.model, chunk, create_graph=True)
+                    if enable_backprop
+                    else self._trace(chunk)
+                )
                 with run as trace:
                     units = torch.eye(trace.outputs.shape[-1]).to(trace.outputs)
-                    jacobians.append(self._jacobian(trace, [unit.expand_as(trace.outputs) for unit in units]))
+                    jacobians.append(
+                        self._jacobian(trace, [unit.expand_as(trace.outputs) for unit in units])
+                    )
                     outputs.append(trace.outputs)
                 if not enable_backprop:
                     jacobians[-1], outputs[-1] = jacobians[-1].detach(), outputs[-1].detach()
@@ -152,7 +173,12 @@ class _AugmentedCurvature(CurvatureInterface):
     # Curvature of one chunk.
 
     def _factors(
-        self, index: int, inputs: Tensor | None, gradients: Tensor | None, weights: Tensor | None, N: int
+        self,
+        index: int,
+        inputs: Tensor | None,
+        gradients: Tensor | None,
+        weights: Tensor | None,
+        N: int,
     ) -> list[Tensor]:
         parameter, block = self.params[index], self._match.blocks.get(index)
         if gradients is None:  # its layer was not called
@@ -169,9 +195,15 @@ class _AugmentedCurvature(CurvatureInterface):
         """Return the derivatives ``[batch, column, P]`` in all parameters, in their order."""
         exact = trace.jacobian_columns(columns)
         shape = (trace.batch, len(columns))
-        zeros = {i: self.params[i].new_zeros(*shape, self.params[i].numel()) for i in self._indices if i not in exact}
+        zeros = {
+            i: self.params[i].new_zeros(*shape, self.params[i].numel())
+            for i in self._indices
+            if i not in exact
+        }
         jacobian = torch.cat([exact[i] if i in exact else zeros[i] for i in self._indices], dim=-1)
-        return jacobian if self.subnetwork_indices is None else jacobian[..., self.subnetwork_indices]
+        return (
+            jacobian if self.subnetwork_indices is None else jacobian[..., self.subnetwork_indices]
+        )
 
     def _loss_gradient(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the derivative of the summed loss in the outputs, differentiable in these."""
@@ -181,7 +213,9 @@ class _AugmentedCurvature(CurvatureInterface):
 
     # From chunks to a batch, and into the graph.
 
-    def _differentiable(self, curvature: Curvature, x: Any, y: Tensor, explicit: bool = False) -> tuple[Tensor, ...]:
+    def _differentiable(
+        self, curvature: Curvature, x: Any, y: Tensor, explicit: bool = False
+    ) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, as one node of the graph that recomputes them with a graph of its own."""
         self._matched(x)
         chunks = self._chunks(x, explicit)
@@ -203,7 +237,11 @@ class _AugmentedCurvature(CurvatureInterface):
             for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
                 with recording(tape):
                     terms = [term.detach() for term in outputs(chunk, target, create_graph=False)]
-                totals = [total + term for total, term in zip(totals, terms, strict=True)] if totals else terms
+                totals = (
+                    [total + term for total, term in zip(totals, terms, strict=True)]
+                    if totals
+                    else terms
+                )
             return totals
 
         def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
@@ -245,7 +283,10 @@ class _AugmentedCurvature(CurvatureInterface):
         if size is not None and self._invariant_models() == [self.model] and self._samples() > size:
             draws = self.model.draw(len(x))
             parts = [slice(start, start + size) for start in range(0, draws.shape[1], size)]
-            runs = [partial(self._run, partial(self.model.average, draws=draws, part=part), x) for part in parts]
+            runs = [
+                partial(self._run, partial(self.model.average, draws=draws, part=part), x)
+                for part in parts
+            ]
             return nullcontext(ChunkedTrace(runs, self._hyperparameters()))
         return self._run(self.model, x, create_graph)
 
@@ -261,7 +302,9 @@ class _AugmentedCurvature(CurvatureInterface):
         return self._by_autograd(forward, x, create_graph=False)
 
     @contextmanager
-    def _by_autograd(self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool) -> Iterator[Trace]:
+    def _by_autograd(
+        self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool
+    ) -> Iterator[Trace]:
         layers = self._match.layers
         with layers.capture() as calls:
             outputs = forward(x)
@@ -270,7 +313,9 @@ class _AugmentedCurvature(CurvatureInterface):
 
     def _samples(self) -> int:
         """Return the number of rows that one input becomes."""
-        return math.prod(model.augmentation.count(model.n_samples) for model in self._invariant_models())
+        return math.prod(
+            model.augmentation.count(model.n_samples) for model in self._invariant_models()
+        )
 
     def _invariant_models(self) -> list[InvariantModel]:
         return [module for module in self.model.modules() if isinstance(module, InvariantModel)]
@@ -284,8 +329,12 @@ class _AugmentedCurvature(CurvatureInterface):
     def _chunks(self, x: Any, explicit: bool) -> list[Any]:
         """Split a batch so that a part has at most ``chunk_size`` rows, and its gradients a bounded size."""
         n = self._batch_size(x)
-        elements = self._match.size + (sum(parameter.numel() for parameter in self.params) if explicit else 0)
-        size = CHUNK_ELEMENTS // (elements * (self._n_columns(self._match.n_outputs) + 4))  # 4: the forward pass
+        elements = self._match.size + (
+            sum(parameter.numel() for parameter in self.params) if explicit else 0
+        )
+        size = CHUNK_ELEMENTS // (
+            elements * (self._n_columns(self._match.n_outputs) + 4)
+        )  # 4: the forward pass
         if self.chunk_size is not None:
             size = self.chunk_size // self._samples()
         if self._match.others:  # autograd sums over the batch, so there must be one input in it
@@ -296,8 +345,14 @@ class _AugmentedCurvature(CurvatureInterface):
     def _matched(self, x: Any) -> Match:
         """Check the input, and match parameters with layers when called first."""
         for part in x.values() if isinstance(x, MutableMapping) else [x]:
-            if isinstance(part, Tensor) and part.is_floating_point() and not torch.isfinite(part).all():
-                raise ValueError("the input holds NaN or infinite values, which would make the evidence NaN as well")
+            if (
+                isinstance(part, Tensor)
+                and part.is_floating_point()
+                and not torch.isfinite(part).all()
+            ):
+                raise ValueError(
+                    "the input holds NaN or infinite values, which would make the evidence NaN as well"
+                )
         if self._match is None or self._match.n_inputs < min(2, self._batch_size(x)):
             self._match = match(self._model, self.params, self.model, _part(x, 0, 2))
             if self.likelihood == Likelihood.CLASSIFICATION and self._match.n_outputs < 2:
@@ -316,7 +371,10 @@ def _zeros(parameter: Tensor, block: Block | None, per_slot: bool) -> list[Tenso
     rows, columns, slots = len(parameter), parameter[0].numel(), block.slots
     if block.slotted_columns:
         outer = (slots, rows, rows) if per_slot else (rows, rows)
-        return [parameter.new_zeros(outer), parameter.new_zeros(slots, columns // slots, columns // slots)]
+        return [
+            parameter.new_zeros(outer),
+            parameter.new_zeros(slots, columns // slots, columns // slots),
+        ]
     return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns, columns)]
 
 
@@ -365,13 +423,22 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         on_unsupported: str = "error",
     ) -> None:
         super().__init__(
-            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
+            model,
+            likelihood,
+            last_layer,
+            subnetwork_indices,
+            dict_key_x,
+            dict_key_y,
+            stochastic,
+            num_samples,
         )
         self._configure(kfac_approx, per_slot, chunk_size, on_unsupported)
         if output_rank is not None and output_rank < 1:
             raise ValueError(f"output_rank must be positive or None, got {output_rank}")
         if output_rank is not None and likelihood == Likelihood.REGRESSION:
-            raise ValueError("output_rank truncates the softmax Hessian; the one of regression is the identity")
+            raise ValueError(
+                "output_rank truncates the softmax Hessian; the one of regression is the identity"
+            )
         if output_rank is not None and stochastic:
             raise ValueError("choose one of output_rank and stochastic")
         if num_samples < 1:
@@ -385,14 +452,22 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         return 1 - self._trace_kept / self._trace_total if self._trace_total else 0.0
 
     def _n_columns(self, n_outputs: int) -> int:
-        return self.num_samples if self.stochastic else min(self.output_rank or n_outputs, n_outputs)
+        return (
+            self.num_samples if self.stochastic else min(self.output_rank or n_outputs, n_outputs)
+        )
 
     def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
         classes = outputs.shape[-1]
         if self.stochastic:
             shape = (self.num_samples, *outputs.shape)
-            signs = taped(lambda: torch.randint(2, shape, device=outputs.device).to(outputs.dtype) * 2 - 1)
-            columns = signs if self.likelihood == Likelihood.REGRESSION else kfac.sampled_directions(outputs, signs)
+            signs = taped(
+                lambda: torch.randint(2, shape, device=outputs.device).to(outputs.dtype) * 2 - 1
+            )
+            columns = (
+                signs
+                if self.likelihood == Likelihood.REGRESSION
+                else kfac.sampled_directions(outputs, signs)
+            )
             return columns / self.num_samples**0.5, None
         if self.likelihood == Likelihood.REGRESSION:
             return [unit.expand_as(outputs) for unit in torch.eye(classes).to(outputs)], None
@@ -402,7 +477,10 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         else:
             directions, kept, total = kfac.leading_directions(hessian.detach(), self.output_rank)
             if not is_differentiable():  # once per batch, not again in its backward pass
-                self._trace_kept, self._trace_total = self._trace_kept + kept.item(), self._trace_total + total.item()
+                self._trace_kept, self._trace_total = (
+                    self._trace_kept + kept.item(),
+                    self._trace_total + total.item(),
+                )
         return directions.unbind(-1), directions.mT @ hessian @ directions
 
 

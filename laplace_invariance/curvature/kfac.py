@@ -189,7 +189,9 @@ def jacobian(
         return (g if a is None else g * a.reshape(g.shape)).sum(1)
     a = a.reshape(batch, -1, *a.shape[2:])
     if a.ndim == 4:  # slot q of the positions meets part q of the parameter's columns or rows
-        return torch.einsum("bnqo,bnqi->boqi" if slotted_columns else "bnqo,bnqi->bqoi", g, a).flatten(1)
+        return torch.einsum(
+            "bnqo,bnqi->boqi" if slotted_columns else "bnqo,bnqi->bqoi", g, a
+        ).flatten(1)
     product = a.mT @ g if transposed else g.mT @ a
     return product.flatten(1)
 

@@ -35,13 +35,19 @@ class DifferentiableKron(Kron):
         if not isinstance(other, Kron):
             raise ValueError(f"can only add Kron to Kron, got {type(other).__name__}")
         if len(self) != len(other):
-            raise ValueError(f"cannot add Kronecker factors of {len(self)} and of {len(other)} parameters")
-        return DifferentiableKron([_add(ours, theirs) for ours, theirs in zip(self.kfacs, other.kfacs, strict=True)])
+            raise ValueError(
+                f"cannot add Kronecker factors of {len(self)} and of {len(other)} parameters"
+            )
+        return DifferentiableKron(
+            [_add(ours, theirs) for ours, theirs in zip(self.kfacs, other.kfacs, strict=True)]
+        )
 
     __radd__ = __add__
 
     def __mul__(self, scalar: float | Tensor) -> DifferentiableKron:
-        return DifferentiableKron([[scalar ** (1 / len(fs)) * factor for factor in fs] for fs in self.kfacs])
+        return DifferentiableKron(
+            [[scalar ** (1 / len(fs)) * factor for factor in fs] for fs in self.kfacs]
+        )
 
     __rmul__ = __mul__
 
@@ -54,7 +60,9 @@ class DifferentiableKron(Kron):
         decompositions = [[_eigh(factor) for factor in factors] for factors in self.kfacs]
         values = [[value for value, _ in pairs] for pairs in decompositions]
         vectors = [[vector for _, vector in pairs] for pairs in decompositions]
-        return DifferentiableKronDecomposed(vectors, values, [list(factors) for factors in self.kfacs])
+        return DifferentiableKronDecomposed(
+            vectors, values, [list(factors) for factors in self.kfacs]
+        )
 
     def _bmm(self, W: Tensor) -> Tensor:
         rows = W.flatten(0, 1)
@@ -66,7 +74,10 @@ class DifferentiableKron(Kron):
         return torch.cat(products, dim=1).view_as(W)
 
     def _diagonals(self) -> list[list[Tensor]]:
-        return [[f if f.ndim == 1 else f.diagonal(dim1=-2, dim2=-1) for f in factors] for factors in self.kfacs]
+        return [
+            [f if f.ndim == 1 else f.diagonal(dim1=-2, dim2=-1) for f in factors]
+            for factors in self.kfacs
+        ]
 
     def diag(self) -> Tensor:
         """Return the diagonal."""
@@ -98,7 +109,9 @@ def _add(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return eigenvalues and eigenvectors (None for a diagonal factor); round-off below zero becomes zero."""
     if not torch.isfinite(factor).all():
-        raise torch.linalg.LinAlgError("a curvature factor is not finite; check the loss and the inputs of the network")
+        raise torch.linalg.LinAlgError(
+            "a curvature factor is not finite; check the loss and the inputs of the network"
+        )
     if factor.ndim == 1:
         return factor.detach().clamp(min=0), None
     values, vectors = kfac.eigh(factor.detach())
@@ -115,7 +128,12 @@ class _LogDet(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scale: Tensor, delta: Tensor, values: list[Tensor], vectors: list[Tensor | None], *factors: Tensor
+        ctx: Any,
+        scale: Tensor,
+        delta: Tensor,
+        values: list[Tensor],
+        vectors: list[Tensor | None],
+        *factors: Tensor,
     ) -> Tensor:
         ctx.values, ctx.vectors = values, vectors
         products = _outer(values)
@@ -133,7 +151,9 @@ class _LogDet(torch.autograd.Function):
             if not ctx.needs_input_grad[4 + i]:
                 gradients.append(None)
                 continue
-            diagonal = scale * (inverse if len(ctx.values) == 1 else _contract(inverse, ctx.values, i))
+            diagonal = scale * (
+                inverse if len(ctx.values) == 1 else _contract(inverse, ctx.values, i)
+            )
             if vectors is not None:
                 diagonal = diagonal.unsqueeze(-2)
                 diagonal = (vectors * diagonal) @ vectors.mT
@@ -159,7 +179,11 @@ def _contract(x: Tensor, values: Sequence[Tensor], i: int) -> Tensor:
     """Return ``sum_j x_ij m_j`` for the first factor, ``sum_i x_ij l_i`` for the second, in the shape of its eigenvalues."""
     if _paired(values):
         x = x.unflatten(1, values[1].shape)  # [o, q, i]
-        return torch.einsum("oqi,qi->qo", x, values[1]) if i == 0 else torch.einsum("oqi,qo->qi", x, values[0])
+        return (
+            torch.einsum("oqi,qi->qo", x, values[1])
+            if i == 0
+            else torch.einsum("oqi,qo->qi", x, values[0])
+        )
     summed = x @ values[1].flatten() if i == 0 else x.mT @ values[0].flatten()
     return summed.view_as(values[i])
 
@@ -224,16 +248,25 @@ class DifferentiableKronDecomposed(KronDecomposed):
     def __mul__(self, scalar: float | Tensor) -> DifferentiableKronDecomposed:
         if isinstance(scalar, Tensor) and scalar.numel() != 1:
             raise ValueError(f"can only multiply by a scalar, got shape {list(scalar.shape)}")
-        return self._with(scale=self.scale * (scalar.reshape(()) if isinstance(scalar, Tensor) else scalar))
+        return self._with(
+            scale=self.scale * (scalar.reshape(()) if isinstance(scalar, Tensor) else scalar)
+        )
 
     __rmul__ = __mul__
 
     def logdet(self) -> Tensor:
         """Return ``sum_l log det(s G_l (x) A_l + d_l I)``."""
         blocks = zip(
-            self.deltas.expand(len(self)), self.unscaled_eigenvalues, self.eigenvectors, self.factors, strict=True
+            self.deltas.expand(len(self)),
+            self.unscaled_eigenvalues,
+            self.eigenvectors,
+            self.factors,
+            strict=True,
         )
-        return sum(_LogDet.apply(self.scale, delta, values, vectors, *fs) for delta, values, vectors, fs in blocks)
+        return sum(
+            _LogDet.apply(self.scale, delta, values, vectors, *fs)
+            for delta, values, vectors, fs in blocks
+        )
 
     def curvature_spectra(self) -> list[Tensor]:
         """Return, per parameter, the eigenvalues without deltas, as a matrix if there are two factors."""
@@ -242,7 +275,10 @@ class DifferentiableKronDecomposed(KronDecomposed):
     def spectra(self, exponent: float = 1) -> list[Tensor]:
         """Return, per parameter, all eigenvalues to the power ``exponent``, as a matrix if there are two factors."""
         deltas = self.deltas.expand(len(self))
-        return [torch.pow(v + delta, exponent) for v, delta in zip(self.curvature_spectra(), deltas, strict=True)]
+        return [
+            torch.pow(v + delta, exponent)
+            for v, delta in zip(self.curvature_spectra(), deltas, strict=True)
+        ]
 
     def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         batch, k, total = W.shape

@@ -17,7 +17,9 @@ class _Checkpointed(torch.autograd.Function):
     # laplace.marglik_training does (n_hypersteps).
 
     @staticmethod
-    def forward(ctx: Any, evaluate: Callable, pull_back: Callable, *hyperparameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, evaluate: Callable, pull_back: Callable, *hyperparameters: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.pull_back = pull_back
         with torch.enable_grad():
@@ -50,7 +52,11 @@ def pull_back_through(
     outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return the vector-Jacobian product of a graph, with None for what does not take part in it."""
-    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
+    pairs = [
+        (o, c)
+        for o, c in zip(outputs, cotangents, strict=True)
+        if c is not None and o.requires_grad
+    ]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not pairs or not wanted:
         return [None] * len(inputs)

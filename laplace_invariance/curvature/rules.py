@@ -79,7 +79,9 @@ def register_rule(*types: type[nn.Module], overwrite: bool = False) -> Callable[
     def decorate(rule: Rule) -> Rule:
         for cls in types:
             if cls in _rules and not overwrite:
-                raise ValueError(f"{cls.__name__} has a rule already; pass overwrite=True to replace it")
+                raise ValueError(
+                    f"{cls.__name__} has a rule already; pass overwrite=True to replace it"
+                )
             _rules[cls] = rule
         return rule
 
@@ -158,9 +160,13 @@ def embedding(module: nn.Embedding) -> Iterable[Block]:
     if module.max_norm is not None:
         raise NotImplementedError("max_norm changes the weights in the forward pass")
     if module.sparse:
-        raise NotImplementedError("sparse=True has gradients that are not strided; sparse=False computes the same")
+        raise NotImplementedError(
+            "sparse=True has gradients that are not strided; sparse=False computes the same"
+        )
     if module.scale_grad_by_freq:
-        raise NotImplementedError("scale_grad_by_freq makes gradients depend on the rest of the batch")
+        raise NotImplementedError(
+            "scale_grad_by_freq makes gradients depend on the rest of the batch"
+        )
 
     def one_hot(tokens: Tensor) -> Tensor:
         vectors = F.one_hot(tokens.flatten(1), module.num_embeddings).to(module.weight.dtype)
@@ -198,7 +204,9 @@ def batch_norm(module: nn.modules.batchnorm._BatchNorm) -> Iterable[Block]:
 @register_rule(nn.GroupNorm)
 def group_norm(module: nn.GroupNorm) -> Iterable[Block]:
     """Shared over the axes after the channels."""
-    return _affine_of_norm(module, lambda x: F.group_norm(x, module.num_groups, eps=module.eps), _channels_second)
+    return _affine_of_norm(
+        module, lambda x: F.group_norm(x, module.num_groups, eps=module.eps), _channels_second
+    )
 
 
 def _last_axes(n: int) -> Callable[[Tensor], Tensor]:
@@ -209,14 +217,18 @@ def _last_axes(n: int) -> Callable[[Tensor], Tensor]:
 def layer_norm(module: nn.LayerNorm) -> Iterable[Block]:
     """Shared over the axes before the normalised ones."""
     shape = module.normalized_shape
-    return _affine_of_norm(module, lambda x: F.layer_norm(x, shape, eps=module.eps), _last_axes(len(shape)))
+    return _affine_of_norm(
+        module, lambda x: F.layer_norm(x, shape, eps=module.eps), _last_axes(len(shape))
+    )
 
 
 @register_rule(nn.RMSNorm)
 def rms_norm(module: nn.RMSNorm) -> Iterable[Block]:
     """Shared over the axes before the normalised ones."""
     shape = module.normalized_shape
-    return _affine_of_norm(module, lambda x: F.rms_norm(x, shape, eps=module.eps), _last_axes(len(shape)))
+    return _affine_of_norm(
+        module, lambda x: F.rms_norm(x, shape, eps=module.eps), _last_axes(len(shape))
+    )
 
 
 def blocks_of(module: nn.Module) -> list[Block] | str:
@@ -261,7 +273,8 @@ def coverage(model: nn.Module) -> list[Coverage]:
         }
         if len(kinds) > 1:
             where = " and ".join(
-                f"{path or 'model'}.{name} ({type(m).__name__})" for path, m, name in owners[id(parameter)]
+                f"{path or 'model'}.{name} ({type(m).__name__})"
+                for path, m, name in owners[id(parameter)]
             )
             reason = f"shared by modules of different kinds: {where}"
         for _, module, name in owners[id(parameter)]:

@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["KINDS", "QUADRANT_TASKS", "check_images", "framed", "hue_rotated", "quadrants", "transformed", "true_ranges", "warp"]
+__all__ = [
+    "KINDS",
+    "QUADRANT_TASKS",
+    "check_images",
+    "framed",
+    "hue_rotated",
+    "quadrants",
+    "transformed",
+    "true_ranges",
+    "warp",
+]
 
 # kind -> ranges of the generators of AffineImage that are not zero
 _RANGES: dict[str, dict[str, float]] = {
@@ -73,20 +83,30 @@ def warp(images: Tensor, maps: Tensor) -> Tensor:
         maps: ``[n, 2, 3]``, in coordinates that are -1 and 1 at the outermost pixels, x to the right and y down.
     """
     if maps.shape != (len(images), 2, 3):
-        raise ValueError(f"{len(images)} images need maps of shape [{len(images)}, 2, 3], got {list(maps.shape)}")
+        raise ValueError(
+            f"{len(images)} images need maps of shape [{len(images)}, 2, 3], got {list(maps.shape)}"
+        )
     height, width = images.shape[-2:]
     ys = torch.linspace(-1, 1, height, device=images.device, dtype=images.dtype)
     xs = torch.linspace(-1, 1, width, device=images.device, dtype=images.dtype)
-    pixels = torch.stack([xs.repeat(height), ys.repeat_interleave(width), torch.ones_like(xs).repeat(height)])
+    pixels = torch.stack(
+        [xs.repeat(height), ys.repeat_interleave(width), torch.ones_like(xs).repeat(height)]
+    )
     parts = []
-    for part, part_maps in zip(images.split(_WARPED_AT_ONCE), maps.to(images).split(_WARPED_AT_ONCE), strict=True):
+    for part, part_maps in zip(
+        images.split(_WARPED_AT_ONCE), maps.to(images).split(_WARPED_AT_ONCE), strict=True
+    ):
         # one matrix product, about ten times faster than F.affine_grid
         grid = (part_maps.reshape(-1, 3) @ pixels).view(-1, 2, height, width).movedim(1, -1)
-        parts.append(F.grid_sample(part, grid, mode="bilinear", padding_mode="zeros", align_corners=True))
+        parts.append(
+            F.grid_sample(part, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
+        )
     return torch.cat(parts)
 
 
-def hue_rotated(images: Tensor, max_angle: float, generator: torch.Generator | None = None) -> Tensor:
+def hue_rotated(
+    images: Tensor, max_angle: float, generator: torch.Generator | None = None
+) -> Tensor:
     """Turn the colours of each RGB image about the grey axis, by one angle per image.
 
     A rotation of colour space itself, undone by the opposite angle: it keeps greys, and the mean of the three channels, and
@@ -102,7 +122,9 @@ def hue_rotated(images: Tensor, max_angle: float, generator: torch.Generator | N
     """
     check_images(images)
     if images.shape[1] != 3:
-        raise ValueError(f"hue is a property of RGB images [n, 3, height, width], got shape {list(images.shape)}")
+        raise ValueError(
+            f"hue is a property of RGB images [n, 3, height, width], got shape {list(images.shape)}"
+        )
     if not 0 <= max_angle <= math.pi:
         raise ValueError(f"max_angle must be between 0 and pi, got {max_angle}")
     angles = (max_angle * _uniform((len(images),), generator, images)).view(-1, 1, 1)
@@ -115,15 +137,21 @@ def hue_rotated(images: Tensor, max_angle: float, generator: torch.Generator | N
 def _uniform(shape: tuple[int, ...], generator: torch.Generator | None, like: Tensor) -> Tensor:
     """Return draws from [-1, 1] with the type and device of ``like``."""
     device = like.device if generator is None else generator.device
-    return (2 * torch.rand(shape, generator=generator, device=device, dtype=like.dtype) - 1).to(like.device)
+    return (2 * torch.rand(shape, generator=generator, device=device, dtype=like.dtype) - 1).to(
+        like.device
+    )
 
 
 def check_images(images: Tensor) -> None:
     """Refuse what is not floating point ``[n, channels, height, width]`` in [0, 1]."""
     if images.ndim != 4:
-        raise ValueError(f"images must be [n, channels, height, width], got shape {list(images.shape)}")
+        raise ValueError(
+            f"images must be [n, channels, height, width], got shape {list(images.shape)}"
+        )
     if not images.is_floating_point():
-        raise ValueError(f"images must be floating point in [0, 1], got {images.dtype}; divide by the largest value")
+        raise ValueError(
+            f"images must be floating point in [0, 1], got {images.dtype}; divide by the largest value"
+        )
     if len(images) and not (images.min() >= 0 and images.max() <= 1):
         raise ValueError(
             f"images must be in [0, 1] with black = 0, got values from {images.min():.3g} to {images.max():.3g}; "
@@ -138,7 +166,11 @@ QUADRANT_TASKS = {
 
 
 def quadrants(
-    images: Tensor, labels: Tensor, task: str, generator: torch.Generator | None = None, size: int = 32
+    images: Tensor,
+    labels: Tensor,
+    task: str,
+    generator: torch.Generator | None = None,
+    size: int = 32,
 ) -> tuple[Tensor, Tensor]:
     """Shrink or enlarge images to half of ``size``, and put each into a random quadrant of a black image.
 
@@ -158,7 +190,9 @@ def quadrants(
     if task not in QUADRANT_TASKS:
         raise ValueError(f"unknown task {task!r}; choose from {', '.join(QUADRANT_TASKS)}")
     if size < 2 or size % 2:
-        raise ValueError(f"size must be even and positive, for quadrants of whole pixels, got {size}")
+        raise ValueError(
+            f"size must be even and positive, for quadrants of whole pixels, got {size}"
+        )
     check_images(images)
     if labels.shape != images.shape[:1] or labels.is_floating_point():
         raise ValueError(
@@ -168,10 +202,12 @@ def quadrants(
     places = torch.randint(4, (len(images),), generator=generator, device=device).to(images.device)
     half = size // 2
     tiles = images.new_zeros(len(images), images.shape[1], 2, half, 2, half)
-    tiles[torch.arange(len(images), device=images.device), :, places // 2, :, places % 2] = _resized(
-        images, (half, half)
+    tiles[torch.arange(len(images), device=images.device), :, places // 2, :, places % 2] = (
+        _resized(images, (half, half))
     )
-    return tiles.flatten(4, 5).flatten(2, 3), 4 * labels + places.to(labels.device) if task == "both" else labels
+    return tiles.flatten(4, 5).flatten(2, 3), 4 * labels + places.to(
+        labels.device
+    ) if task == "both" else labels
 
 
 def framed(images: Tensor, size: int = 32) -> Tensor:
@@ -201,4 +237,6 @@ def framed(images: Tensor, size: int = 32) -> Tensor:
 def _resized(images: Tensor, shape: tuple[int, int]) -> Tensor:
     if images.shape[-2:] == shape:
         return images
-    return F.interpolate(images, shape, mode="bilinear", align_corners=False, antialias=True).clamp(0, 1)
+    return F.interpolate(images, shape, mode="bilinear", align_corners=False, antialias=True).clamp(
+        0, 1
+    )

@@ -77,7 +77,9 @@ def load(
     arrays = {key: _checked(array, key, name) for key, array in arrays.items()}
     for x, y in (("x_train", "y_train"), ("x_test", "y_test")):
         if len(arrays[x]) != len(arrays[y]):
-            raise ValueError(f"{name}: {x} has {len(arrays[x])} images, but {y} has {len(arrays[y])} labels")
+            raise ValueError(
+                f"{name}: {x} has {len(arrays[x])} images, but {y} has {len(arrays[y])} labels"
+            )
     if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
         shapes = " and ".join(str(list(arrays[key].shape[1:])) for key in ("x_train", "x_test"))
         raise ValueError(f"{name}: images of x_train and x_test differ in shape, {shapes}")
@@ -95,25 +97,33 @@ def load(
 
 def _read_npz(path: Path) -> Arrays:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; it should hold the arrays {', '.join(_KEYS)}")
+        raise FileNotFoundError(
+            f"there is no file {path}; it should hold the arrays {', '.join(_KEYS)}"
+        )
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not an archive as numpy.savez writes it")
     with np.load(path, allow_pickle=False) as archive:
         missing = [key for key in _KEYS if key not in archive.files]
         if missing:
             found = ", ".join(archive.files) or "nothing"
-            raise ValueError(f"{path} lacks {', '.join(missing)}; it needs {', '.join(_KEYS)}, and has {found}")
+            raise ValueError(
+                f"{path} lacks {', '.join(missing)}; it needs {', '.join(_KEYS)}, and has {found}"
+            )
         try:
             return {key: archive[key] for key in _KEYS}
         except ValueError as error:
-            raise ValueError(f"{path} must hold plain arrays of numbers, not pickled objects: {error}") from error
+            raise ValueError(
+                f"{path} must hold plain arrays of numbers, not pickled objects: {error}"
+            ) from error
 
 
 def _read_digits() -> Arrays:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits are part of scikit-learn: pip install scikit-learn") from error
+        raise ImportError(
+            "the digits are part of scikit-learn: pip install scikit-learn"
+        ) from error
     digits = load_digits()
     images, labels = digits.images / 16, digits.target
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).numpy()
@@ -127,7 +137,9 @@ def _read_torchvision(name: str, root: Path, download: bool) -> Arrays:
     arrays: Arrays = {}
     for part in ("train", "test"):
         try:
-            data = getattr(datasets, _TORCHVISION[name])(root, train=part == "train", download=download)
+            data = getattr(datasets, _TORCHVISION[name])(
+                root, train=part == "train", download=download
+            )
         except RuntimeError as error:
             if download:
                 raise
@@ -159,7 +171,9 @@ def _checked(array: np.ndarray, key: str, name: str) -> np.ndarray:
                 f"{array.max():.4g}; rescale it, or store uint8"
             )
     elif array.dtype != np.uint8:
-        raise ValueError(f"{name}: {key} must be uint8, or floating point in [0, 1], got {array.dtype}")
+        raise ValueError(
+            f"{name}: {key} must be uint8, or floating point in [0, 1], got {array.dtype}"
+        )
     return _channels_second(array, key, name)
 
 

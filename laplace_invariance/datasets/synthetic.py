@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-__all__ = ["PAIR_TASKS", "HiddenShifts", "fourier_code", "rotate", "rotated_shapes", "rotation_regression", "waves"]
+__all__ = [
+    "PAIR_TASKS",
+    "HiddenShifts",
+    "fourier_code",
+    "rotate",
+    "rotated_shapes",
+    "rotation_regression",
+    "waves",
+]
 
 PAIR_TASKS = ("dft", "shift", "two-part", "permutation", "scaled-shift")
 
@@ -47,7 +55,9 @@ def rotated_shapes(
     """
     if not 0 < max_angle <= math.pi:
         raise ValueError(f"max_angle must be between 0 and pi, got {max_angle}")
-    shapes = torch.randn(n_shapes, n_points, 2, generator=torch.Generator().manual_seed(shapes_seed))
+    shapes = torch.randn(
+        n_shapes, n_points, 2, generator=torch.Generator().manual_seed(shapes_seed)
+    )
     kind = torch.randint(n_shapes, (n,), generator=generator)
     points = shapes[kind] + noise * torch.randn(n, n_points, 2, generator=generator)
     if angles is None:
@@ -63,7 +73,9 @@ def rotate(points: Tensor, angles: Tensor) -> Tensor:
     return points @ matrices.mT
 
 
-def rotation_regression(n: int, noise: float = 0.1, generator: torch.Generator | None = None) -> TensorDataset:
+def rotation_regression(
+    n: int, noise: float = 0.1, generator: torch.Generator | None = None
+) -> TensorDataset:
     """Return points of the plane and noisy targets that only their radius decides, ``cos(2 r)``.
 
     Args:
@@ -141,7 +153,9 @@ def _wave_shapes(n: int, seed: int, n_harmonics: int = 4) -> Callable[[Tensor, T
 
     def wave(kind: Tensor, times: Tensor) -> Tensor:
         phases = math.pi * times.unsqueeze(-1) * torch.arange(1, n_harmonics + 1)
-        parts = phases.sin() * (sines / size)[kind].unsqueeze(1) + phases.cos() * (cosines / size)[kind].unsqueeze(1)
+        parts = phases.sin() * (sines / size)[kind].unsqueeze(1) + phases.cos() * (cosines / size)[
+            kind
+        ].unsqueeze(1)
         return parts.sum(-1)
 
     return wave
@@ -157,7 +171,13 @@ class HiddenShifts:
         max_factor: vectors are also multiplied, by a factor between 1 / max_factor and max_factor.
     """
 
-    def __init__(self, n_features: int, n_parts: int = 1, order: Tensor | None = None, max_factor: float = 1.0) -> None:
+    def __init__(
+        self,
+        n_features: int,
+        n_parts: int = 1,
+        order: Tensor | None = None,
+        max_factor: float = 1.0,
+    ) -> None:
         if n_parts < 1 or n_features < 2 * n_parts or n_features % n_parts:
             raise ValueError(
                 f"parts must be of equal size, of two entries at least: {n_features} features, {n_parts} parts"
@@ -165,20 +185,30 @@ class HiddenShifts:
         if not 1 <= max_factor < math.inf:
             raise ValueError(f"max_factor must be finite and at least 1, got {max_factor}")
         order = torch.arange(n_features) if order is None else order
-        if order.shape != (n_features,) or not torch.equal(order.sort().values.cpu(), torch.arange(n_features)):
-            raise ValueError(f"order must be a permutation of {n_features} entries, got {order.tolist()}")
+        if order.shape != (n_features,) or not torch.equal(
+            order.sort().values.cpu(), torch.arange(n_features)
+        ):
+            raise ValueError(
+                f"order must be a permutation of {n_features} entries, got {order.tolist()}"
+            )
         self.n_features, self.n_parts, self.max_factor = n_features, n_parts, max_factor
         self.order, self.inverse = order, order.argsort()
         self.length = n_features // n_parts
 
     @classmethod
-    def of(cls, task: str, n_features: int, generator: torch.Generator | None = None) -> HiddenShifts:
+    def of(
+        cls, task: str, n_features: int, generator: torch.Generator | None = None
+    ) -> HiddenShifts:
         """Return the symmetry of one of ``PAIR_TASKS``; the generator draws the hidden cycle of the task "permutation"."""
         if task not in PAIR_TASKS:
             raise ValueError(f"unknown task {task!r}; choose from {', '.join(PAIR_TASKS)}")
         if task == "permutation":
             return cls(n_features, order=torch.randperm(n_features, generator=generator))
-        return cls(n_features, n_parts=2 if task == "two-part" else 1, max_factor=2 if task == "scaled-shift" else 1)
+        return cls(
+            n_features,
+            n_parts=2 if task == "two-part" else 1,
+            max_factor=2 if task == "scaled-shift" else 1,
+        )
 
     def parts(self, x: Tensor) -> Tensor:
         """Return the parts of vectors ``[n, n_features]`` in order, as ``[n, n_parts, length]``."""
@@ -191,7 +221,9 @@ class HiddenShifts:
     def shifted(self, x: Tensor, shifts: Tensor) -> Tensor:
         """Shift the parts of ``x`` ``[n, n_features]`` towards their end by integers ``[n, n_parts]``."""
         places = torch.arange(self.length, device=x.device) - shifts.to(x.device).unsqueeze(-1)
-        return self.parts(x).gather(2, places % self.length).flatten(1)[:, self.inverse.to(x.device)]
+        return (
+            self.parts(x).gather(2, places % self.length).flatten(1)[:, self.inverse.to(x.device)]
+        )
 
     def invariants(self, x: Tensor) -> Tensor:
         """Return the moduli of each part's Fourier transform, ``[n, n_features]``; of mean square 1 if vectors are rescaled."""
@@ -200,17 +232,26 @@ class HiddenShifts:
 
     def orbit(self, x: Tensor) -> Tensor:
         """Return one vector ``[n_features]`` under all shifts, at the same time from the smallest factor to the largest."""
-        shifts = torch.cartesian_prod(*[torch.arange(self.length)] * self.n_parts).view(-1, self.n_parts)
+        shifts = torch.cartesian_prod(*[torch.arange(self.length)] * self.n_parts).view(
+            -1, self.n_parts
+        )
         exponents = torch.linspace(-1, 1, len(shifts), device=x.device, dtype=x.dtype)
-        return self.shifted(x.expand(len(shifts), -1), shifts) * (self.max_factor**exponents).unsqueeze(1)
+        return self.shifted(x.expand(len(shifts), -1), shifts) * (
+            self.max_factor**exponents
+        ).unsqueeze(1)
 
-    def pairs(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def pairs(
+        self, n: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw pairs of vectors ``[n, n_features]``, and distances ``[n]`` of their :meth:`invariants`.
 
         Entries are uniform in [-1, 1]. Each part of the second vector is, with probability one half, the first one's, or else
         another; then all are shifted and rescaled at random.
         """
-        draws: dict[str, Any] = {"generator": generator, "device": generator.device if generator else None}
+        draws: dict[str, Any] = {
+            "generator": generator,
+            "device": generator.device if generator else None,
+        }
         x, fresh = (2 * torch.rand(n, self.n_features, **draws) - 1 for _ in range(2))
         same = (torch.rand(n, self.n_parts, **draws) < 0.5).repeat_interleave(self.length, 1)
         other = self.moved(torch.where(same[:, self.inverse.to(x.device)], x, fresh), generator)
@@ -218,7 +259,10 @@ class HiddenShifts:
 
     def moved(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Shift and rescale each vector by draws of its own."""
-        draws: dict[str, Any] = {"generator": generator, "device": generator.device if generator else None}
+        draws: dict[str, Any] = {
+            "generator": generator,
+            "device": generator.device if generator else None,
+        }
         shifts = torch.randint(self.length, (len(x), self.n_parts), **draws)
         exponents = 2 * torch.rand(len(x), 1, **draws) - 1
         return self.shifted(x, shifts) * (self.max_factor**exponents).to(x)

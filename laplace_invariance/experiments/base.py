@@ -23,16 +23,24 @@ def claim(out: Path, experiment: Any, resume: bool) -> None:
     if not path.exists():
         return
     if not resume:
-        raise FileExistsError(f"{path} exists; --resume (resume=True) goes on from it, another directory starts anew")
+        raise FileExistsError(
+            f"{path} exists; --resume (resume=True) goes on from it, another directory starts anew"
+        )
     try:
         found, wanted = identity(type(experiment)(**read_json(path))), identity(experiment)
     except TypeError as error:  # fields that this kind of experiment does not have
         raise ValueError(f"{path} is of another kind of experiment; nothing was changed") from error
     different = [name for name in wanted if found[name] != wanted[name]]
     if different:
-        raise ValueError(f"{path} is of another experiment: it differs in {', '.join(different)}; nothing was changed")
+        raise ValueError(
+            f"{path} is of another experiment: it differs in {', '.join(different)}; nothing was changed"
+        )
 
 
 def identity(experiment: Any) -> dict[str, Any]:
     """Return what makes an experiment; not where its data are from."""
-    return {name: value for name, value in asdict(experiment).items() if name not in ("root", "download")}
+    return {
+        name: value
+        for name, value in asdict(experiment).items()
+        if name not in ("root", "download")
+    }

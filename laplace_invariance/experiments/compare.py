@@ -31,20 +31,42 @@ class Comparison:
     def accuracies(self) -> dict[str, dict[str, float]]:
         """Return mean test accuracies by kind and method."""
         return {
-            kind: {m: statistics.fmean(o.accuracy for o in self.outcomes[k, m]) for k, m in self.outcomes if k == kind}
+            kind: {
+                m: statistics.fmean(o.accuracy for o in self.outcomes[k, m])
+                for k, m in self.outcomes
+                if k == kind
+            }
             for kind in self.kinds
         }
 
     def markdown(self) -> str:
         """Return two tables: test accuracy, and learnt ranges, both mean ± standard deviation over seeds if several."""
-        accuracies = self._rows(lambda outcomes: _spread([100 * o.accuracy for o in outcomes], "{:.1f}"))
+        accuracies = self._rows(
+            lambda outcomes: _spread([100 * o.accuracy for o in outcomes], "{:.1f}")
+        )
         ranges = self._rows(lambda outcomes: _learnt(outcomes) if outcomes[0].magnitudes else "-")
-        return "\n".join(["Test accuracy in percent:", "", *accuracies, "", "Ranges, and the true ones:", "", *ranges])
+        return "\n".join(
+            [
+                "Test accuracy in percent:",
+                "",
+                *accuracies,
+                "",
+                "Ranges, and the true ones:",
+                "",
+                *ranges,
+            ]
+        )
 
     def _rows(self, cell: Callable[[list[Outcome]], str]) -> list[str]:
         head = ["method", *(kind.replace("_", " ") for kind in self.kinds)]
         rows = [
-            [m, *(cell(self.outcomes[k, m]) if (k, m) in self.outcomes else "-" for k in self.kinds)]
+            [
+                m,
+                *(
+                    cell(self.outcomes[k, m]) if (k, m) in self.outcomes else "-"
+                    for k in self.kinds
+                ),
+            ]
             for m in self.methods
         ]
         kept = [row for row in rows if any(text != "-" for text in row[1:])]
@@ -66,7 +88,9 @@ def _learnt(outcomes: Sequence[Outcome]) -> str:
         f"{_short(name)} {_spread([o.magnitudes[name] for o in outcomes], '{:.2f}')} ({truth[name]:.2f})"
         for name in wanted
     ]
-    widest = max(((v, name) for o in outcomes for name, v in o.magnitudes.items() if name not in wanted))
+    widest = max(
+        ((v, name) for o in outcomes for name, v in o.magnitudes.items() if name not in wanted)
+    )
     return ", ".join([*parts, f"others ≤ {widest[0]:.2f} ({_short(widest[1])})"])
 
 

@@ -86,7 +86,9 @@ def points(
             "optimizer_kwargs": {"lr": 1e-2},
             "progress_bar": progress_bar,
         }
-        weights = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11)).state_dict()
+        weights = nn.Sequential(
+            nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11)
+        ).state_dict()
 
         say("training without invariance ...")
         plain = _network(weights)
@@ -129,11 +131,17 @@ def _accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 @torch.no_grad()
 def _by_angle(model: nn.Module, degrees: Tensor) -> Tensor:
     """Mean probabilities ``[angles, 2]`` of an upright shape's own class and of the class of those turned too far."""
-    x, y = rotated_shapes(500, angles=torch.zeros(500), generator=torch.Generator().manual_seed(1)).tensors
+    x, y = rotated_shapes(
+        500, angles=torch.zeros(500), generator=torch.Generator().manual_seed(1)
+    ).tensors
     rows = []
     for angle in degrees.deg2rad().tolist():
         probabilities = model(rotate(x, torch.full((len(x),), angle))).softmax(-1)
-        rows.append(torch.stack([probabilities.gather(1, y.unsqueeze(1)).mean(), probabilities[:, 0].mean()]))
+        rows.append(
+            torch.stack(
+                [probabilities.gather(1, y.unsqueeze(1)).mean(), probabilities[:, 0].mean()]
+            )
+        )
     return torch.stack(rows)
 
 
@@ -161,7 +169,13 @@ def _figure(
             degrees, _by_angle(net, degrees), names, math.degrees(MAX_ANGLE), layout[place]
         ).set_title(title)
     epochs = [BURN_IN + EVERY * i for i in range(len(history) - 1)]
-    plots.learnt_range([0, *epochs], history.rad2deg(), math.degrees(MAX_ANGLE), layout["range"], "rotation, ± degrees")
+    plots.learnt_range(
+        [0, *epochs],
+        history.rad2deg(),
+        math.degrees(MAX_ANGLE),
+        layout["range"],
+        "rotation, ± degrees",
+    )
     layout["range"].set_title("range over epochs")
     plots.evidence(epochs, curves, layout["evidence"]).set_title("evidence over epochs")
     path.parent.mkdir(parents=True, exist_ok=True)

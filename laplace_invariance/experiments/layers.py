@@ -107,7 +107,9 @@ class LayerExperiment:
     def __post_init__(self) -> None:
         for name, known in (("task", TASKS), ("method", METHODS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(known)}")
+                raise ValueError(
+                    f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(known)}"
+                )
         parse_kind(self.kind)
         datasets.true_ranges(self.transform)
         for name in (
@@ -128,7 +130,9 @@ class LayerExperiment:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not isinstance(self.prior_structure, str):
-            object.__setattr__(self, "prior_structure", tuple(self.prior_structure))  # a list, if read from JSON
+            object.__setattr__(
+                self, "prior_structure", tuple(self.prior_structure)
+            )  # a list, if read from JSON
         elif self.prior_structure not in PRIORS:
             raise ValueError(
                 f"unknown prior_structure {self.prior_structure!r}; choose from {', '.join(PRIORS)}, or give a list of "
@@ -185,7 +189,10 @@ class LayerOutcome:
 
 
 def learn_layers(
-    experiment: LayerExperiment, out: str | Path | None = None, resume: bool = False, progress_bar: bool = False
+    experiment: LayerExperiment,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress_bar: bool = False,
 ) -> LayerOutcome:
     """Run an experiment.
 
@@ -206,13 +213,22 @@ def learn_layers(
         return _learn(experiment, out, resume, progress_bar)
 
 
-def _learn(experiment: LayerExperiment, out: Path | None, resume: bool, progress_bar: bool) -> LayerOutcome:
+def _learn(
+    experiment: LayerExperiment, out: Path | None, resume: bool, progress_bar: bool
+) -> LayerOutcome:
     train, test, n_classes = _data(experiment)
     images = train.tensors[0]
     net = equivariant_cnn(
-        experiment.kind, images.shape[1], n_classes, experiment.width, in_shape=SIZE, scale=experiment.scale
+        experiment.kind,
+        images.shape[1],
+        n_classes,
+        experiment.width,
+        in_shape=SIZE,
+        scale=experiment.scale,
     )
-    model = nn.Sequential(OrderedDict(standardise=Standardise.of(images), **dict(net.named_children())))
+    model = nn.Sequential(
+        OrderedDict(standardise=Standardise.of(images), **dict(net.named_children()))
+    )
     loader = DataLoader(train, experiment.batch_size, shuffle=True)
     if out is not None:
         write_json(out / "experiment.json", asdict(experiment))
@@ -268,7 +284,9 @@ def _recipe(experiment: LayerExperiment, model: nn.Module, n_batches: int) -> di
     """Return the settings of training, the same for all methods but for the objective and where priors start."""
     closed: dict[str, float] = {}
     if experiment.method == "evidence" and experiment.prior_structure in ("layerwise", "path"):
-        closed = closed_paths(model, experiment.free_precision, shared=experiment.prior_structure == "path")
+        closed = closed_paths(
+            model, experiment.free_precision, shared=experiment.prior_structure == "path"
+        )
     return {
         "objective": MAP() if experiment.method == "map" else Evidence(),
         "prior_structure": experiment.prior_structure,
@@ -276,7 +294,10 @@ def _recipe(experiment: LayerExperiment, model: nn.Module, n_batches: int) -> di
         "n_epochs": experiment.n_epochs,
         "optimizer_kwargs": {"lr": experiment.lr},
         "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
-        "scheduler_kwargs": {"T_max": experiment.n_epochs * n_batches, "eta_min": experiment.lr_min},
+        "scheduler_kwargs": {
+            "T_max": experiment.n_epochs * n_batches,
+            "eta_min": experiment.lr_min,
+        },
         "n_epochs_burnin": min(experiment.n_epochs_burnin, experiment.n_epochs),
         "marglik_frequency": min(experiment.marglik_frequency, experiment.n_epochs),
         "n_hypersteps": experiment.n_hypersteps,
@@ -298,7 +319,9 @@ def _draw(outcome: LayerOutcome, n_train: int, out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         return
     e = outcome.experiment
-    title = f"{Path(e.data).stem}, {e.transform.replace('_', ' ')}, task {e.task}, {e.kind}, {e.method}"
+    title = (
+        f"{Path(e.data).stem}, {e.transform.replace('_', ' ')}, task {e.task}, {e.kind}, {e.method}"
+    )
     draw_evidence(outcome.history, n_train, title, out / "evidence.png")
     figure = plots.figure((9, 8))
     above, below = figure.subplots(2, 1)

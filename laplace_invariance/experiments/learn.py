@@ -86,7 +86,9 @@ class Experiment:
     def __post_init__(self) -> None:
         for name, known in (("method", METHODS), ("net", NETWORKS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(known)}")
+                raise ValueError(
+                    f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(known)}"
+                )
         datasets.true_ranges(self.transform)
         Augerino(self.strength)
         if self.n_epochs < 1:
@@ -157,7 +159,9 @@ class Outcome:
 class _Transformed(Dataset):
     """Training images through a transform of torchvision that takes uint8."""
 
-    def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor]
+    ) -> None:
         self.images = (images * 255).round().to(torch.uint8)
         self.labels, self.transform, self.dtype = labels, transform, images.dtype
 
@@ -183,7 +187,10 @@ def _objective(experiment: Experiment) -> Objective:
 
 
 def learn(
-    experiment: Experiment, out: str | Path | None = None, resume: bool = False, progress_bar: bool = False
+    experiment: Experiment,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress_bar: bool = False,
 ) -> Outcome:
     """Run an experiment.
 
@@ -217,7 +224,10 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
         seed=experiment.seed,
     )
     generator = torch.Generator().manual_seed(experiment.seed)
-    x_train, x_test = (datasets.transformed(x, experiment.transform, generator) for x in (split.x_train, split.x_test))
+    x_train, x_test = (
+        datasets.transformed(x, experiment.transform, generator)
+        for x in (split.x_train, split.x_test)
+    )
     train = TensorDataset(x_train, split.y_train)
     test = DataLoader(TensorDataset(x_test, split.y_test), TEST_BATCH)
     if experiment.method == "trivial-augment":
@@ -228,7 +238,9 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
         moving = train
     loader = DataLoader(moving, BATCH, shuffle=True)
     net = NETWORKS[experiment.net](split.in_shape, split.n_classes)
-    model: nn.Module = nn.Sequential(Standardise.of(x_train), *(net if isinstance(net, nn.Sequential) else [net]))
+    model: nn.Module = nn.Sequential(
+        Standardise.of(x_train), *(net if isinstance(net, nn.Sequential) else [net])
+    )
     augmentation = _augmentation(experiment)
     if augmentation is not None:
         model = InvariantModel(model, augmentation, experiment.n_samples)
@@ -241,7 +253,9 @@ def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar:
         n_epochs=experiment.n_epochs,
         objective=_objective(experiment),
         marglik_loader=DataLoader(train, MARGLIK_BATCH),
-        valid_loader=DataLoader(TensorDataset(x_test[:N_SHOWN], split.y_test[:N_SHOWN]), TEST_BATCH),
+        valid_loader=DataLoader(
+            TensorDataset(x_test[:N_SHOWN], split.y_test[:N_SHOWN]), TEST_BATCH
+        ),
         checkpoint=None if out is None else out / "checkpoint.pt",
         history=None if out is None else out / "history.jsonl",
         resume=resume,
@@ -299,14 +313,18 @@ def _best_evidence(result: Result, n_data: int) -> float | None:
 def _scale_correlation(augmentation: AffineImage) -> float:
     """Return the correlation of x- and y-scale under the learnt distribution; draws are uncorrelated, of equal variance."""
     unit = torch.eye(len(augmentation.names)).to(augmentation.eta)
-    rows = augmentation.coefficients(unit)[:, [augmentation.names.index(f"{axis}_scale") for axis in "xy"]]
+    rows = augmentation.coefficients(unit)[
+        :, [augmentation.names.index(f"{axis}_scale") for axis in "xy"]
+    ]
     return torch.nn.functional.cosine_similarity(rows[:, 0], rows[:, 1], dim=0).item()
 
 
 # Pictures.
 
 
-def draw_evidence(history: Sequence[Mapping[str, Any]], n_data: int, title: str, path: Path) -> None:
+def draw_evidence(
+    history: Sequence[Mapping[str, Any]], n_data: int, title: str, path: Path
+) -> None:
     """Draw the evidence per datum and its terms over epochs; nothing if it was never estimated.
 
     Args:
@@ -336,9 +354,13 @@ def _draw(outcome: Outcome, augmentation: AffineImage | None, images: Tensor, ou
     if augmentation is None:
         return
     figure = plots.figure(FIGURE["ranges"])
-    values = {name: [r["ranges"]["augmentation"][name] for r in history] for name in augmentation.names}
+    values = {
+        name: [r["ranges"]["augmentation"][name] for r in history] for name in augmentation.names
+    }
     truth = {name: value for name, value in outcome.truth.items() if value > 0}
-    plots.ranges_over_epochs([r["epoch"] for r in history], values, truth, figure.subplots()).set_title(title)
+    plots.ranges_over_epochs(
+        [r["epoch"] for r in history], values, truth, figure.subplots()
+    ).set_title(title)
     figure.savefig(out / "ranges.png", dpi=120)
     figure = plots.figure(FIGURE["samples"])
     start, end = figure.subplots(1, 2)

@@ -35,7 +35,14 @@ from laplace_invariance.metrics import (
     invariance_report,
 )
 
-__all__ = ["GROUPS", "METHODS", "MeasuredNetwork", "Measurement", "MeasurementExperiment", "measure"]
+__all__ = [
+    "GROUPS",
+    "METHODS",
+    "MeasuredNetwork",
+    "Measurement",
+    "MeasurementExperiment",
+    "measure",
+]
 
 METHODS = {
     "plain": "trained on images as they are",
@@ -56,7 +63,10 @@ GROUPS: dict[str, tuple[Callable[[], Augmentation], Callable[[], Augmentation]]]
     ),
 }
 N_MEASURED = 22  # rotations to measure by: not a multiple of those that a network is averaged over, where it does best
-N_SPECTRUM, N_SPECTRA = 64, 20  # test images that spectra are of, and how many are taken over training
+N_SPECTRUM, N_SPECTRA = (
+    64,
+    20,
+)  # test images that spectra are of, and how many are taken over training
 
 
 @dataclass(frozen=True)
@@ -124,8 +134,13 @@ class MeasuredNetwork:
     def read(cls, path: Path) -> MeasuredNetwork:
         """Read what was written as JSON."""
         found = read_json(path)
-        found["invariance"] = {where: Invariance(**one) for where, one in found["invariance"].items()}
-        found["spectra"] = [JacobianSpectrum(tuple(one["singular_values"]), one["orbit"]) for one in found["spectra"]]
+        found["invariance"] = {
+            where: Invariance(**one) for where, one in found["invariance"].items()
+        }
+        found["spectra"] = [
+            JacobianSpectrum(tuple(one["singular_values"]), one["orbit"])
+            for one in found["spectra"]
+        ]
         return cls(**found)
 
 
@@ -139,12 +154,16 @@ class Measurement:
     @property
     def report(self) -> InvarianceReport:
         """The three measures, by method and data set."""
-        return InvarianceReport({method: network.invariance for method, network in self.networks.items()})
+        return InvarianceReport(
+            {method: network.invariance for method, network in self.networks.items()}
+        )
 
     def __str__(self) -> str:
         e = self.experiment
         lines = [f"{Path(e.data).stem}, {e.group}, seed {e.seed}", "", str(self.report), ""]
-        lines.append(f"{'network':<12} accuracy  turned  singular values  along orbits  relative  time")
+        lines.append(
+            f"{'network':<12} accuracy  turned  singular values  along orbits  relative  time"
+        )
         for method, network in self.networks.items():
             last = network.spectra[-1]
             values = f"{last.singular_values[0]:.2f} to {last.singular_values[-1]:.2g}"
@@ -190,7 +209,9 @@ def measure(
     if out is not None:
         write_json(out / "experiment.json", asdict(experiment))
     networks: dict[str, MeasuredNetwork] = {}
-    finished = [method for method in METHODS if out is not None and (out / f"{method}.json").exists()]
+    finished = [
+        method for method in METHODS if out is not None and (out / f"{method}.json").exists()
+    ]
     for method in [method for method in METHODS if method in methods or method in finished]:
         path = None if out is None else out / f"{method}.json"
         if path is not None and path.exists():
@@ -213,13 +234,20 @@ def measure(
 def _data(experiment: MeasurementExperiment) -> tuple[datasets.Split, dict[str, Tensor]]:
     """Return the images, and those to measure on, by name."""
     e = experiment
-    options: dict[str, Any] = {"root": e.root, "download": e.download, "n_test": e.n_test, "seed": e.seed}
+    options: dict[str, Any] = {
+        "root": e.root,
+        "download": e.download,
+        "n_test": e.n_test,
+        "seed": e.seed,
+    }
     split = datasets.load(e.data, n_train=e.n_train, **options)
     if e.shifted is None:
         return split, {split.name: split.x_test, "negatives": 1 - split.x_test}
     other = datasets.load(e.shifted, **options)
     if other.name == split.name:
-        raise ValueError(f"images and shifted images are both called {other.name!r}; give others, or rename a file")
+        raise ValueError(
+            f"images and shifted images are both called {other.name!r}; give others, or rename a file"
+        )
     if other.in_shape != split.in_shape:
         raise ValueError(
             f"images of {other.name} are {list(other.in_shape)}, and those of {split.name} {list(split.in_shape)}; the network "
@@ -236,7 +264,9 @@ def _measure(
     progress_bar: bool,
 ) -> MeasuredNetwork:
     whole, start = (make() for make in GROUPS[experiment.group])
-    model: nn.Module = nn.Sequential(Standardise.of(split.x_train), *cnn(split.in_shape, split.n_classes))
+    model: nn.Module = nn.Sequential(
+        Standardise.of(split.x_train), *cnn(split.in_shape, split.n_classes)
+    )
     if method in ("tied", "evidence"):
         model = InvariantModel(model, whole if method == "tied" else start, experiment.n_samples)
     turned = whole(split.x_test, torch.Generator().manual_seed(experiment.seed))
@@ -255,8 +285,13 @@ def _measure(
         **_recipe(experiment, len(split.x_train)),
     )
     return MeasuredNetwork(
-        *(accuracy(model, DataLoader(TensorDataset(x, split.y_test), TEST_BATCH)) for x in (split.x_test, turned)),
-        invariance=invariance_report({method: model}, data, whole, n_samples=N_MEASURED).rows[method],
+        *(
+            accuracy(model, DataLoader(TensorDataset(x, split.y_test), TEST_BATCH))
+            for x in (split.x_test, turned)
+        ),
+        invariance=invariance_report({method: model}, data, whole, n_samples=N_MEASURED).rows[
+            method
+        ],
         epochs=recorder.epochs,
         spectra=recorder.spectra,
         ranges=_learnt(start) if method == "evidence" else {},
@@ -282,7 +317,9 @@ def _loaders(method: str, group: Augmentation, split: datasets.Split) -> dict[st
         x, y = default_collate(examples)
         return group(x), y
 
-    images = TensorDataset(group(split.x_train) if method == "evidence" else split.x_train, split.y_train)
+    images = TensorDataset(
+        group(split.x_train) if method == "evidence" else split.x_train, split.y_train
+    )
     collate = turn if method in ("augmented", "regularised") else None
     return {
         "train_loader": DataLoader(images, BATCH, shuffle=True, collate_fn=collate),
@@ -296,7 +333,10 @@ def _recipe(experiment: MeasurementExperiment, n_train: int) -> dict[str, Any]:
         "n_epochs": experiment.n_epochs,
         "optimizer_kwargs": {"lr": 5e-3},
         "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
-        "scheduler_kwargs": {"T_max": experiment.n_epochs * math.ceil(n_train / BATCH), "eta_min": 5e-5},
+        "scheduler_kwargs": {
+            "T_max": experiment.n_epochs * math.ceil(n_train / BATCH),
+            "eta_min": 5e-5,
+        },
         "n_epochs_burnin": min(4, experiment.n_epochs - 1),
         "marglik_frequency": 2 if experiment.n_epochs > 4 else 1,
         "n_hypersteps": 4,

@@ -85,13 +85,27 @@ class PairExperiment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "networks", tuple(self.networks))  # a list, if read from JSON
-        for name in ("width", "n_train", "n_test", "n_epochs", "batch_size", "lr", "weight", "delta", "alpha"):
+        for name in (
+            "width",
+            "n_train",
+            "n_test",
+            "n_epochs",
+            "batch_size",
+            "lr",
+            "weight",
+            "delta",
+            "alpha",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if not self.networks or len(set(self.networks)) < len(self.networks):
-            raise ValueError(f"networks must be different ones, and at least one, got {list(self.networks)}")
-        with torch.random.fork_rng(devices=[]):  # what cannot be made is told at once, and no draw is used up
+            raise ValueError(
+                f"networks must be different ones, and at least one, got {list(self.networks)}"
+            )
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # what cannot be made is told at once, and no draw is used up
             HiddenShifts.of(self.task, self.n_features)
             for name in self.networks:
                 self.autoencoder(name)
@@ -100,10 +114,14 @@ class PairExperiment:
         """Return a new network by its name: a third of its code is invariant, as many entries as there are features."""
         layer, _, depth = name.partition("-")
         if layer not in LAYERS or not depth.isdecimal():
-            raise ValueError(f"unknown network {name!r}; write layer-depth, such as rich-2, of {', '.join(LAYERS)}")
+            raise ValueError(
+                f"unknown network {name!r}; write layer-depth, such as rich-2, of {', '.join(LAYERS)}"
+            )
         d, width = self.n_features, self.width or 8 * self.n_features
         return InvariantAutoencoder(
-            network(layer, d, 3 * d, int(depth), width), network(layer, 3 * d, d, int(depth), width), n_invariant=d
+            network(layer, d, 3 * d, int(depth), width),
+            network(layer, 3 * d, d, int(depth), width),
+            n_invariant=d,
         )
 
 
@@ -139,12 +157,16 @@ class PairOutcome:
             lines.append([name, str(found["parameters"]), *errors, f"{found['seconds']:.0f}"])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
-            "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines
+            "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
         )
 
 
 def learn_pairs(
-    experiment: PairExperiment, out: str | Path | None = None, resume: bool = False, progress_bar: bool = False
+    experiment: PairExperiment,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress_bar: bool = False,
 ) -> PairOutcome:
     """Run an experiment.
 
@@ -208,7 +230,9 @@ def _train(
             scheduler.step()
         history.append(_errors(experiment, model, symmetry, test))
         if not all(map(math.isfinite, history[-1].values())):
-            raise FloatingPointError(f"{name} is not finite after epoch {len(history)}; a smaller lr may help")
+            raise FloatingPointError(
+                f"{name} is not finite after epoch {len(history)}; a smaller lr may help"
+            )
         bar.set_postfix({key: f"{history[-1][key]:.1e}" for key in _shown(experiment.task)})
     with torch.no_grad():
         codes = model.encode(symmetry.orbit(test[0][0]))
@@ -221,15 +245,23 @@ def _train(
 
 
 def _loss(
-    experiment: PairExperiment, model: InvariantAutoencoder, x: Tensor, other: Tensor, distance: Tensor
+    experiment: PairExperiment,
+    model: InvariantAutoencoder,
+    x: Tensor,
+    other: Tensor,
+    distance: Tensor,
 ) -> Tensor:
     """Return the error of the reconstruction plus the weighted one of the code, whether taught or by pairs."""
     if experiment.task == "dft":
         reconstruction, codes = model(x)
-        return F.mse_loss(reconstruction, x) + experiment.weight * F.mse_loss(torch.cat(codes, 1), fourier_code(x))
+        return F.mse_loss(reconstruction, x) + experiment.weight * F.mse_loss(
+            torch.cat(codes, 1), fourier_code(x)
+        )
     both = torch.cat([x, other])
     reconstruction, codes = model(both)
-    pairs = inverse_distance_loss(*codes.invariant.chunk(2), distance, experiment.delta, experiment.alpha)
+    pairs = inverse_distance_loss(
+        *codes.invariant.chunk(2), distance, experiment.delta, experiment.alpha
+    )
     return F.mse_loss(reconstruction, both) + experiment.weight * pairs
 
 
@@ -248,7 +280,9 @@ def _errors(
     else:
         code, others = codes.invariant, model.encode(other).invariant
         moved = symmetry.moved(x, torch.Generator().manual_seed(experiment.seed))
-        found["loss"] = inverse_distance_loss(code, others, distance, experiment.delta, experiment.alpha)
+        found["loss"] = inverse_distance_loss(
+            code, others, distance, experiment.delta, experiment.alpha
+        )
         found["same"] = F.mse_loss(code, model.encode(moved).invariant)
         found["different"] = F.mse_loss(code, code.roll(1, 0))
     return {name: value.item() for name, value in found.items()}
@@ -260,7 +294,9 @@ def _shown(task: str) -> tuple[str, ...]:
 
 def _error(record: dict[str, float]) -> float:
     """Return what the figure shows: of pairs a ratio, since a code that is nearly constant is no invariant one."""
-    return record["code"] if "code" in record else record["same"] / (record["different"] or math.nan)
+    return (
+        record["code"] if "code" in record else record["same"] / (record["different"] or math.nan)
+    )
 
 
 def _draw(outcome: PairOutcome, path: Path) -> None:
@@ -271,9 +307,14 @@ def _draw(outcome: PairOutcome, path: Path) -> None:
     layout = figure.subplot_mosaic([["errors", "invariant"], ["errors", "variant"]])
     taught = "mean squared error of the code"
     label = (
-        taught if experiment.task == "dft" else "squared difference of invariant codes,\nsame over different vectors"
+        taught
+        if experiment.task == "dft"
+        else "squared difference of invariant codes,\nsame over different vectors"
     )
-    curves = {name: [_error(record) for record in found["history"]] for name, found in outcome.networks.items()}
+    curves = {
+        name: [_error(record) for record in found["history"]]
+        for name, found in outcome.networks.items()
+    }
     plots.errors(curves, label, layout["errors"]).set_title("test error")
     first = experiment.networks[0]
     for part, values in outcome.networks[first]["orbit"].items():

@@ -80,12 +80,16 @@ class RecoveryExperiment:
 
     def __post_init__(self) -> None:
         if self.transform not in TRANSFORMS:
-            raise ValueError(f"unknown transform {self.transform!r}; choose from {', '.join(TRANSFORMS)}")
+            raise ValueError(
+                f"unknown transform {self.transform!r}; choose from {', '.join(TRANSFORMS)}"
+            )
         for method in METHODS:
             starts = tuple(map(float, getattr(self, method)))  # lists, if read from JSON
             object.__setattr__(self, method, starts)
             if not all(0 <= start <= 180 for start in starts):
-                raise ValueError(f"ranges of {method} must be between 0 and 180 degrees, got {starts}")
+                raise ValueError(
+                    f"ranges of {method} must be between 0 and 180 degrees, got {starts}"
+                )
         if not self.plan:
             raise ValueError(f"there is nothing to run; give at least one of {', '.join(METHODS)}")
         for name in ("n_epochs", "batch_size", "lr", "lr_mean", "lr_hyper"):
@@ -99,7 +103,9 @@ class RecoveryExperiment:
     @property
     def plan(self) -> list[tuple[str, float]]:
         """Method and start of every run."""
-        return [(method, start) for method in METHODS for start in dict.fromkeys(getattr(self, method))]
+        return [
+            (method, start) for method in METHODS for start in dict.fromkeys(getattr(self, method))
+        ]
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,9 @@ def recover(
         return Recovery(experiment, runs)
     data = _data(experiment)
     with torch.random.fork_rng(devices=[]):
-        _model(experiment, *experiment.plan[0], data)  # refuses what cannot be, before anything is written
+        _model(
+            experiment, *experiment.plan[0], data
+        )  # refuses what cannot be, before anything is written
     if out is not None:
         write_json(out / "experiment.json", asdict(experiment))
     for method, start in experiment.plan[len(runs) :]:
@@ -211,8 +219,12 @@ def _data(experiment: RecoveryExperiment) -> datasets.Split:
     return datasets.Split(**vars(split) | turned)
 
 
-def _model(e: RecoveryExperiment, method: str, start: float, data: datasets.Split) -> ShallowNetwork:
-    augmentation = AffineImage(init={"rotation": math.radians(start)}, learn="rotation", draws=e.draws)
+def _model(
+    e: RecoveryExperiment, method: str, start: float, data: datasets.Split
+) -> ShallowNetwork:
+    augmentation = AffineImage(
+        init={"rotation": math.radians(start)}, learn="rotation", draws=e.draws
+    )
     return ShallowNetwork(
         augmentation.frozen() if method == "fixed" else augmentation,
         data.in_shape,
@@ -262,7 +274,9 @@ def _evaluated(model: ShallowNetwork, data: datasets.Split, method: str) -> tupl
             return model.log_likelihood(model(x), y)
         return model.expected_log_likelihood(x, y, OUTPUTS_DRAWN)
 
-    parts = zip(data.x_train.split(EVALUATED_AT_ONCE), data.y_train.split(EVALUATED_AT_ONCE), strict=True)
+    parts = zip(
+        data.x_train.split(EVALUATED_AT_ONCE), data.y_train.split(EVALUATED_AT_ONCE), strict=True
+    )
     expected = sum(log_likelihood(x, y).sum().item() for x, y in parts) / len(data.y_train)
     with torch.no_grad():
         predicted = torch.cat([model(x).argmax(-1) for x in data.x_test.split(EVALUATED_AT_ONCE)])
@@ -275,15 +289,23 @@ def _draw(found: Recovery, model: ShallowNetwork, out: Path) -> None:
     e, last = found.experiment, found.runs[-1]
     title = f"{Path(e.data).stem}, {e.transform.replace('_', ' ')}"
     truth = math.degrees(datasets.true_ranges(e.transform)["rotation"])
-    curves = {method: [run.ranges for run in found.runs if run.method == method] for method in ("learnt", "point")}
+    curves = {
+        method: [run.ranges for run in found.runs if run.method == method]
+        for method in ("learnt", "point")
+    }
     figure = plots.figure((10, 4.5))
     left, right = figure.subplots(1, 2)
     plots.ranges_from_starts(curves, truth, left)
-    bounds = {m: [(run.range, run.elbo) for run in found.runs if run.method == m] for m in ("fixed", "learnt")}
+    bounds = {
+        m: [(run.range, run.elbo) for run in found.runs if run.method == m]
+        for m in ("fixed", "learnt")
+    }
     plots.bound_by_range(bounds, truth, right)
     figure.suptitle(title)
     figure.savefig(out / "ranges.png", dpi=120)
     if last.method == "learnt":
         figure = plots.figure((8, 4.5))
-        plots.filter_bank(model.filter_bank(4), figure.subplots()).set_title(f"{title}: ±{last.range:.0f} degrees")
+        plots.filter_bank(model.filter_bank(4), figure.subplots()).set_title(
+            f"{title}: ±{last.range:.0f} degrees"
+        )
         figure.savefig(out / "filters.png", dpi=120)

@@ -43,7 +43,9 @@ def spread(height: int, width: int) -> Tensor:
     fields of one colour of a chessboard.
     """
     row = torch.arange(height) - height // 2
-    column = torch.arange(width) - (width // 2 + (height // 2 + width // 2) % 2)  # keeps the colour of the corners
+    column = torch.arange(width) - (
+        width // 2 + (height // 2 + width // 2) % 2
+    )  # keeps the colour of the corners
     row, column = torch.meshgrid(row, column, indexing="ij")
     rank = torch.zeros_like(row)
     for bit in range(max(height, width).bit_length()):
@@ -81,7 +83,9 @@ def basis_derivative(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
     squared = _squared_distances(z, z)
     k_zz = _kernel(omega, squared)
     dk_zz = -omega * squared * k_zz
-    return torch.linalg.solve(_jittered(k_zz), dk_zt - dk_zz @ torch.linalg.solve(_jittered(k_zz), k_zt))
+    return torch.linalg.solve(
+        _jittered(k_zz), dk_zt - dk_zz @ torch.linalg.solve(_jittered(k_zz), k_zt)
+    )
 
 
 class Basis(Hyperparameterised):
@@ -116,9 +120,13 @@ class Basis(Hyperparameterised):
             ("kind", kind, KINDS), ("anchors", anchors, ANCHORS), ("learn_omega", learn_omega, LEARN_OMEGA),
         ):  # fmt: skip
             if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
+                )
         if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"the grid of a basis has a height and a width, both positive, got {tuple(shape)}")
+            raise ValueError(
+                f"the grid of a basis has a height and a width, both positive, got {tuple(shape)}"
+            )
         if not (math.isfinite(omega) and omega > 0):
             raise ValueError(f"omega must be positive and finite, got {omega}")
         self.kind, self.learn_omega = kind, learn_omega
@@ -132,10 +140,14 @@ class Basis(Hyperparameterised):
             )
         self._cache: tuple[Tensor, Tensor, Tensor] | None = None
         if anchors == "random":
-            order = torch.randperm(self.n_points, generator=generator, device=generator and generator.device).cpu()
+            order = torch.randperm(
+                self.n_points, generator=generator, device=generator and generator.device
+            ).cpu()
         else:
             order = spread(height, width)
-        positions = grid_points(height, width)[order[: self.n_anchors]].to(torch.get_default_dtype())
+        positions = grid_points(height, width)[order[: self.n_anchors]].to(
+            torch.get_default_dtype()
+        )
         self._register("anchors", positions, "hyperparameter" if anchors == "learnt" else "fixed")
         self._register("omega", torch.tensor([float(omega)]), learn_omega)
 
@@ -150,13 +162,19 @@ class Basis(Hyperparameterised):
     def _current(self) -> tuple[Tensor, Tensor]:
         """Return omega and anchors, those of them that are hyperparameters detached unless inside ``differentiable()``."""
         names = self._hyperparameter_names
-        omega, anchors = (self.hyperparameter(n) if n in names else getattr(self, n) for n in ("omega", "anchors"))
+        omega, anchors = (
+            self.hyperparameter(n) if n in names else getattr(self, n) for n in ("omega", "anchors")
+        )
         return omega, anchors
 
     def _evaluate(self, function: Callable[..., Tensor], omega: Tensor, anchors: Tensor) -> Tensor:
         # In double precision, whatever that of the weights: neighbouring rows of a smooth kernel are nearly the same.
         points = grid_points(*self.grid).to(omega.device)
-        return function(self.kind, omega.double(), anchors.double(), points).to(omega.dtype).contiguous()
+        return (
+            function(self.kind, omega.double(), anchors.double(), points)
+            .to(omega.dtype)
+            .contiguous()
+        )
 
     def matrix(self) -> Tensor:
         """Return ``Phi`` ``[M, T]``, differentiable in what is a weight and, inside ``differentiable()``, a hyperparameter.
@@ -167,8 +185,15 @@ class Basis(Hyperparameterised):
         if torch.is_grad_enabled() and (omega.requires_grad or anchors.requires_grad):
             return self._evaluate(basis_matrix, omega, anchors)
         if self._cache is None or not all(map(_same, self._cache, (omega, anchors))):
-            with torch.inference_mode(False), torch.no_grad():  # for later passes that are differentiated
-                self._cache = omega.clone(), anchors.clone(), self._evaluate(basis_matrix, omega, anchors)
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # for later passes that are differentiated
+                self._cache = (
+                    omega.clone(),
+                    anchors.clone(),
+                    self._evaluate(basis_matrix, omega, anchors),
+                )
         return self._cache[2]
 
     def derivative(self) -> Tensor:
@@ -193,7 +218,9 @@ class Basis(Hyperparameterised):
 
     def extra_repr(self) -> str:
         learnt = "learnt " if "anchors" in self._hyperparameter_names else ""
-        basis = f"{self.kind} from {self.n_anchors} {learnt}anchors on {self.grid[0]} x {self.grid[1]}"
+        basis = (
+            f"{self.kind} from {self.n_anchors} {learnt}anchors on {self.grid[0]} x {self.grid[1]}"
+        )
         return f"{basis}, omega={self.omega.item():.3g} ({self.learn_omega})"
 
 

@@ -48,20 +48,30 @@ class SlotLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # einsum("nqi,oqi->nqo"), a third faster on contiguous matrices
-        weight = self.weight.unflatten(1, (self.slots, self.in_features)).transpose(0, 1).contiguous()
+        weight = (
+            self.weight.unflatten(1, (self.slots, self.in_features)).transpose(0, 1).contiguous()
+        )
         x = x.transpose(0, 1).contiguous()
         y = torch.bmm(x, weight.mT) if self.bias is None else torch.baddbmm(self.bias, x, weight.mT)
         return y.transpose(0, 1)
 
     def extra_repr(self) -> str:
-        sizes = f"slots={self.slots}, in_features={self.in_features}, out_features={self.out_features}"
+        sizes = (
+            f"slots={self.slots}, in_features={self.in_features}, out_features={self.out_features}"
+        )
         return f"{sizes}, bias={self.bias is not None}"
 
 
 @register_rule(SlotLinear)
 def slot_linear(module: SlotLinear) -> Iterable[Block]:
     """Shared over slots, each of which meets its own columns."""
-    yield Block("weight", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1), slots=module.slots, slotted_columns=True)
+    yield Block(
+        "weight",
+        lambda x: x.unsqueeze(1),
+        lambda g: g.unsqueeze(1),
+        slots=module.slots,
+        slotted_columns=True,
+    )
     if module.bias is not None:
         yield Block("bias", None, lambda g: g, elementwise=True)
 
@@ -77,14 +87,20 @@ class Map2d(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, in_shape: int | Sequence[int], out_shape: int | Sequence[int] | None
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_shape: int | Sequence[int],
+        out_shape: int | Sequence[int] | None,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.in_shape = _pair("in_shape", in_shape)
         self.out_shape = self.in_shape if out_shape is None else _pair("out_shape", out_shape)
         if min(in_channels, out_channels) < 1:
-            raise ValueError(f"{type(self).__name__} needs channels, got {in_channels} and {out_channels}")
+            raise ValueError(
+                f"{type(self).__name__} needs channels, got {in_channels} and {out_channels}"
+            )
 
     def _check(self, x: Tensor) -> None:
         expected = (self.in_channels, *self.in_shape)
@@ -124,7 +140,10 @@ class Linear2d(Map2d):
         scale: float = 1.0,
     ) -> None:
         super().__init__(in_channels, out_channels, in_shape, out_shape)
-        n_in, n_out = in_channels * math.prod(self.in_shape), out_channels * math.prod(self.out_shape)
+        n_in, n_out = (
+            in_channels * math.prod(self.in_shape),
+            out_channels * math.prod(self.out_shape),
+        )
         self.linear = nn.Linear(n_in, n_out, bias)
         nn.init.normal_(self.linear.weight, std=scale / math.sqrt(n_in))
         if bias:

@@ -111,8 +111,12 @@ class FixupResNet(nn.Module):
         super().__init__()
         n_blocks, rest = divmod(depth - 2, 3 * CONVOLUTIONS)
         if rest or n_blocks < 1:
-            raise ValueError(f"depth must be 6 n + 2 for n blocks per stage (8, 14, 20, ...), got {depth}")
-        self.start = nn.Sequential(nn.Conv2d(in_channels, width, 3, padding=1, bias=False), ScalarBias(), nn.ReLU())
+            raise ValueError(
+                f"depth must be 6 n + 2 for n blocks per stage (8, 14, 20, ...), got {depth}"
+            )
+        self.start = nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, padding=1, bias=False), ScalarBias(), nn.ReLU()
+        )
         blocks, n_in = [], width
         for stage in range(3):
             n_out = width * 2**stage

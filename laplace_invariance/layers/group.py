@@ -58,19 +58,28 @@ class _GroupConvolution(nn.Module):
         super().__init__()
         who = type(self).__name__
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        if min(in_channels, out_channels, groups) < 1 or in_channels % groups or out_channels % groups:
+        if (
+            min(in_channels, out_channels, groups) < 1
+            or in_channels % groups
+            or out_channels % groups
+        ):
             raise ValueError(
                 f"{who} needs channels that groups divide, got {in_channels} and {out_channels} with groups={groups}"
             )
         if padding_mode not in PADDING_MODES:
-            raise ValueError(f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {padding_mode!r}")
+            raise ValueError(
+                f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {padding_mode!r}"
+            )
         self.stride = _pair("stride", stride, 1)
         if self.stride != (1, 1):
             raise ValueError(
                 f"{who} has no stride, which breaks equivariance, got {stride}; subsample by PolyphasePool2d"
             )
         self.group, self.padding_mode = Group.of(group), padding_mode
-        self.kernel_size, self.dilation = _pair("kernel_size", kernel_size, 1), _pair("dilation", dilation, 1)
+        self.kernel_size, self.dilation = (
+            _pair("kernel_size", kernel_size, 1),
+            _pair("dilation", dilation, 1),
+        )
         if padding == "same":
             totals = [d * (k - 1) for k, d in zip(self.kernel_size, self.dilation, strict=True)]
             if any(total % 2 for total in totals):
@@ -106,7 +115,11 @@ class _GroupConvolution(nn.Module):
         """Return the filter of each element, ``[out_channels, order, channels, taps]``."""
         order, n_taps = self.columns.shape
         weight = self.weight.reshape(self.out_channels, -1, n_taps)
-        return weight.index_select(-1, self.columns.flatten()).unflatten(-1, (order, n_taps)).transpose(1, 2)
+        return (
+            weight.index_select(-1, self.columns.flatten())
+            .unflatten(-1, (order, n_taps))
+            .transpose(1, 2)
+        )
 
     def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None, groups: int) -> Tensor:
         """Apply all filters ``[outputs, inputs / groups, ...]`` to ``x`` ``[n, inputs, height, width]`` at once."""
@@ -149,13 +162,25 @@ class LiftingConv2d(_GroupConvolution):
         group: str | Group = "p4",
         stride: int | Sequence[int] = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, padding, padding_mode, dilation, 1, stride, group)
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            padding,
+            padding_mode,
+            dilation,
+            1,
+            stride,
+            group,
+        )
         moved = self.group.taps(*self.kernel_size)[self.group.inverse]
         self._add_parameters(in_channels, moved, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(f"LiftingConv2d needs [n, {self.in_channels}, height, width], got shape {list(x.shape)}")
+            raise ValueError(
+                f"LiftingConv2d needs [n, {self.in_channels}, height, width], got shape {list(x.shape)}"
+            )
         order = self.group.order
         bias = None if self.bias is None else self.bias.repeat_interleave(order)
         return self._convolve(x, self._filters(), bias, 1).unflatten(1, (self.out_channels, order))
@@ -202,14 +227,26 @@ class GroupConv2d(_GroupConvolution):
         kernel: str = "full",
         stride: int | Sequence[int] = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, padding, padding_mode, dilation, groups, stride, group)
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            padding,
+            padding_mode,
+            dilation,
+            groups,
+            stride,
+            group,
+        )
         if kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
         self.kernel, group = kernel, self.group
         if kernel == "separable":
             self.register_parameter("weight", None)
             self.register_parameter("bias", None)
-            self.mixing = GroupConv2d(in_channels, out_channels, 1, groups=groups, bias=False, group=group)
+            self.mixing = GroupConv2d(
+                in_channels, out_channels, 1, groups=groups, bias=False, group=group
+            )
             self.spatial = GroupConv2d(
                 out_channels, out_channels, self.kernel_size, padding=self.padding, padding_mode=padding_mode,
                 dilation=self.dilation, groups=out_channels, bias=bias, group=group, kernel="pointwise",
@@ -218,7 +255,9 @@ class GroupConv2d(_GroupConvolution):
         moved, n_columns = group.taps(*self.kernel_size)[group.inverse], in_channels // groups
         if kernel == "full":  # the element s of the input is at r^-1 s, its taps likewise
             n_columns, n_taps = n_columns * group.order, moved.shape[1]
-            moved = (group.table[group.inverse].unsqueeze(-1) * n_taps + moved.unsqueeze(1)).flatten(1)
+            moved = (
+                group.table[group.inverse].unsqueeze(-1) * n_taps + moved.unsqueeze(1)
+            ).flatten(1)
         self._add_parameters(n_columns, moved, bias)
 
     def reset_parameters(self, gain: float = 1.0) -> None:
@@ -240,10 +279,14 @@ class GroupConv2d(_GroupConvolution):
         filters, bias = self._filters(), self.bias
         if self.kernel == "full":
             bias = None if bias is None else bias.repeat_interleave(order)
-            return self._convolve(x.flatten(1, 2), filters, bias, self.groups).unflatten(1, (self.out_channels, order))
+            return self._convolve(x.flatten(1, 2), filters, bias, self.groups).unflatten(
+                1, (self.out_channels, order)
+            )
         # elements come first, so that each is a group of the convolution
         bias = None if bias is None else bias.repeat(order)
-        y = self._convolve(x.transpose(1, 2).flatten(1, 2), filters.transpose(0, 1), bias, order * self.groups)
+        y = self._convolve(
+            x.transpose(1, 2).flatten(1, 2), filters.transpose(0, 1), bias, order * self.groups
+        )
         return y.unflatten(1, (order, self.out_channels)).transpose(1, 2)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -273,7 +316,9 @@ def group_convolution(module: LiftingConv2d | GroupConv2d) -> Iterable[Block]:
         # what takes patches to the weight is the inverse of what takes the weight to the filters
         back = module.columns[module.group.inverse].cpu()
         patches = module._patches(x)  # [rows, order or 1, positions, groups, channels * taps]
-        patches = patches.unflatten(-1, (-1, back.shape[1])).take_along_dim(back.view(1, order, 1, 1, 1, -1), -1)
+        patches = patches.unflatten(-1, (-1, back.shape[1])).take_along_dim(
+            back.view(1, order, 1, 1, 1, -1), -1
+        )
         return patches.flatten(4).flatten(1, 2)
 
     def inputs(x: Tensor) -> Tensor:

@@ -51,13 +51,18 @@ class Standardise(nn.Module):
 
     def __init__(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
         super().__init__()
-        mean, std = (torch.as_tensor(t, dtype=torch.get_default_dtype()).detach().clone() for t in (mean, std))
+        mean, std = (
+            torch.as_tensor(t, dtype=torch.get_default_dtype()).detach().clone()
+            for t in (mean, std)
+        )
         if mean.ndim != 1 or mean.shape != std.shape:
             raise ValueError(
                 f"mean and std must have one value per channel, got shapes {list(mean.shape)} and {list(std.shape)}"
             )
         if not (torch.isfinite(mean).all() and torch.isfinite(std).all() and (std > 0).all()):
-            raise ValueError(f"mean must be finite and std positive, got {mean.tolist()} and {std.tolist()}")
+            raise ValueError(
+                f"mean must be finite and std positive, got {mean.tolist()} and {std.tolist()}"
+            )
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
 
@@ -69,7 +74,9 @@ class Standardise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim < 2 or x.shape[1] != len(self.mean):
-            raise ValueError(f"Standardise has {len(self.mean)} channels, got shape {list(x.shape)}")
+            raise ValueError(
+                f"Standardise has {len(self.mean)} channels, got shape {list(x.shape)}"
+            )
         shape = (-1, *[1] * (x.ndim - 2))
         return (x - self.mean.view(shape)) / self.std.view(shape)
 
@@ -114,7 +121,9 @@ def cnn(in_shape: Sequence[int], n_classes: int, width: int = 8) -> nn.Sequentia
         width: channels of the first convolution.
     """
     if len(in_shape) != 3 or min(in_shape[1:]) < 8:
-        raise ValueError(f"cnn needs images [channels, height, width] of at least 8 x 8, got {list(in_shape)}")
+        raise ValueError(
+            f"cnn needs images [channels, height, width] of at least 8 x 8, got {list(in_shape)}"
+        )
     channels, height, breadth = in_shape
     layers: list[nn.Module] = []
     for n_in, n_out in itertools.pairwise([channels, width, 2 * width, 4 * width]):
@@ -180,8 +189,12 @@ def pathway(
     for name in names:
         gain = strictest if name == names[0] else scale
         if name == "gconv":
-            layer = LiftingConv2d(in_channels, out_channels, group=group, **circular) if lift else None
-            layer = layer or GroupConv2d(in_channels, out_channels, group=group, kernel=kernel, **circular)
+            layer = (
+                LiftingConv2d(in_channels, out_channels, group=group, **circular) if lift else None
+            )
+            layer = layer or GroupConv2d(
+                in_channels, out_channels, group=group, kernel=kernel, **circular
+            )
         elif name == "conv":
             layer = nn.Conv2d(n_in, n_out, **circular)
         elif name == "s_conv":
@@ -245,7 +258,11 @@ def equivariant_cnn(
         layers[f"relu{i}"] = nn.ReLU()
         n_in, shape = factor * width, tuple(size // pool for size in shape)
     for i, n_out in enumerate((64 * width, n_classes), start=len(LAYERS) + 1):
-        layer = GroupConv2d(n_in, n_out, 1, group=group, kernel="pointwise") if on_group else nn.Conv2d(n_in, n_out, 1)
+        layer = (
+            GroupConv2d(n_in, n_out, 1, group=group, kernel="pointwise")
+            if on_group
+            else nn.Conv2d(n_in, n_out, 1)
+        )
         layers[f"layer{i}"], n_in = layer, n_out
         if i == len(LAYERS) + 1:
             layers[f"relu{i}"] = nn.ReLU()

@@ -41,11 +41,15 @@ class PolyphasePool2d(nn.Module):
             )
         height, width, stride = *x.shape[-2:], self.stride
         if height % stride or width % stride:
-            raise ValueError(f"stride {stride} must divide height and width, got {height} x {width}")
+            raise ValueError(
+                f"stride {stride} must divide height and width, got {height} x {width}"
+            )
         grid = x.unflatten(-1, (-1, stride)).unflatten(
             -3, (-1, stride)
         )  # [n, ..., H / stride, stride, W / stride, stride]
-        components = grid.movedim((-3, -1), (1, 2)).flatten(1, 2)  # [n, stride^2, ..., H / stride, W / stride]
+        components = grid.movedim((-3, -1), (1, 2)).flatten(
+            1, 2
+        )  # [n, stride^2, ..., H / stride, W / stride]
         return components[torch.arange(len(x), device=x.device), self._choose(components.detach())]
 
     @staticmethod
@@ -57,7 +61,9 @@ class PolyphasePool2d(nn.Module):
         # one after a shift, so the l2 norm, which a shift does not change, decides. That background may have been computed
         # with rounding that differs from place to place, so equal means equal up to rounding.
         eps = torch.finfo(values.dtype).eps
-        rounding = 100 * eps if eps < 1e-5 else 2 * eps  # in half precision few values differ by less than 100
+        rounding = (
+            100 * eps if eps < 1e-5 else 2 * eps
+        )  # in half precision few values differ by less than 100
         tied = largest >= (1 - rounding) * largest.amax(-1, keepdim=True)
         return torch.where(tied, torch.linalg.vector_norm(values, dim=-1), -1).argmax(-1)
 
@@ -80,7 +86,9 @@ class GroupPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 5:
-            raise ValueError(f"GroupPool needs [n, channels, group, height, width], got shape {list(x.shape)}")
+            raise ValueError(
+                f"GroupPool needs [n, channels, group, height, width], got shape {list(x.shape)}"
+            )
         return x.mean(2) if self.reduce == "mean" else x.amax(2)
 
     def extra_repr(self) -> str:

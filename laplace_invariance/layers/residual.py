@@ -26,11 +26,15 @@ class ResidualPathway(nn.Module):
         **named: modules by name.
     """
 
-    def __init__(self, *paths: nn.Module, pool: nn.Module | None = None, **named: nn.Module) -> None:
+    def __init__(
+        self, *paths: nn.Module, pool: nn.Module | None = None, **named: nn.Module
+    ) -> None:
         super().__init__()
         everything = {str(i): path for i, path in enumerate(paths)}
         if everything.keys() & named.keys():
-            raise ValueError(f"path {min(everything.keys() & named.keys())!r} is given in order and by name")
+            raise ValueError(
+                f"path {min(everything.keys() & named.keys())!r} is given in order and by name"
+            )
         everything |= named
         if not everything:
             raise ValueError("ResidualPathway needs at least one path")
@@ -79,7 +83,9 @@ class OnGroup(nn.Module):
         return y.unflatten(1, (-1, self.order))
 
 
-def closed_paths(model: nn.Module, precision: float = 1e3, *, shared: bool = False) -> dict[str, float]:
+def closed_paths(
+    model: nn.Module, precision: float = 1e3, *, shared: bool = False
+) -> dict[str, float]:
     """Return prior precisions with which training starts with nearly strict symmetry: all paths but the first are closed.
 
     Small weights alone do not keep a free path closed, as an optimiser such as Adam moves small weights as fast as others before
@@ -106,7 +112,11 @@ def closed_paths(model: nn.Module, precision: float = 1e3, *, shared: bool = Fal
         for name in list(pathway.paths)[1:]:
             for part, module in pathway.paths[name].named_modules():
                 prefix = ".".join(filter(None, (place, name, part)))
-                first = isinstance(module, SlotLinear) and part.split(".")[-1] == "theta_2" and not shared
+                first = (
+                    isinstance(module, SlotLinear)
+                    and part.split(".")[-1] == "theta_2"
+                    and not shared
+                )
                 value = 4.0 * module.in_features if first else precision
                 for tensor, parameter in module.named_parameters(recurse=False):
                     if parameter.requires_grad and tensor != "omega":

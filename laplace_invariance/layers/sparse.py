@@ -52,7 +52,9 @@ class FromBasis(Basis):
         **basis: options of :class:`Basis`.
     """
 
-    def __init__(self, shape: Sequence[int], channels: int, bias: bool = True, **basis: Any) -> None:
+    def __init__(
+        self, shape: Sequence[int], channels: int, bias: bool = True, **basis: Any
+    ) -> None:
         super().__init__(shape, **basis)
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
@@ -177,7 +179,11 @@ class SparseConv2d(Basis):
         )
         super().__init__(dense.kernel_size, **basis)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = dense.kernel_size, dense.stride, dense.dilation
+        self.kernel_size, self.stride, self.dilation = (
+            dense.kernel_size,
+            dense.stride,
+            dense.dilation,
+        )
         self.padding, self.padding_mode = dense.padding, padding_mode
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, self.n_anchors))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
@@ -233,7 +239,9 @@ def sparse_convolution(module: SparseConv2d) -> Iterable[Block]:
         return (patches @ module.matrix().mT).flatten(-2)
 
     def directional(x: Tensor) -> Tensor:
-        return module._convolve(x, (module.weight @ module.derivative()).unflatten(-1, module.kernel_size))
+        return module._convolve(
+            x, (module.weight @ module.derivative()).unflatten(-1, module.kernel_size)
+        )
 
     yield replace(weight, a=projected)
     yield from _omega(module, directional)

@@ -40,7 +40,9 @@ class Group:
         object.__setattr__(self, "table", _integers(self.table))
         self._check_table(self.table)
         if self.matrices is not None and self.permutations:
-            raise ValueError(f"group {self.name!r} was given matrices and permutations; either says how positions move")
+            raise ValueError(
+                f"group {self.name!r} was given matrices and permutations; either says how positions move"
+            )
         if self.matrices is not None:
             object.__setattr__(self, "matrices", _integers(self.matrices))
             self._check_matrices(self.matrices)
@@ -50,17 +52,26 @@ class Group:
             self._check_permutations(size, moves)
 
     def _check_table(self, table: Tensor) -> None:
-        if table.ndim != 2 or table.shape[0] != table.shape[1] or not len(table) or table.dtype != torch.long:
+        if (
+            table.ndim != 2
+            or table.shape[0] != table.shape[1]
+            or not len(table)
+            or table.dtype != torch.long
+        ):
             raise ValueError(
                 f"the table of group {self.name!r} must be square and hold integers, got {table.dtype} {list(table.shape)}"
             )
         elements = torch.arange(len(table))
         if not (torch.equal(table[0], elements) and torch.equal(table[:, 0], elements)):
-            raise ValueError(f"element 0 of group {self.name!r} is not the identity: see row and column 0 of its table")
+            raise ValueError(
+                f"element 0 of group {self.name!r} is not the identity: see row and column 0 of its table"
+            )
         for axis, what in enumerate(("column", "row")):
             # hence every row has a 0, which is the inverse
             if not torch.equal(table.sort(axis)[0], elements.unsqueeze(1 - axis).expand_as(table)):
-                raise ValueError(f"a {what} of the table of group {self.name!r} does not hold every element once")
+                raise ValueError(
+                    f"a {what} of the table of group {self.name!r} does not hold every element once"
+                )
         if not torch.equal(table[table], table[:, table]):
             raise ValueError(f"the table of group {self.name!r} is not associative")
 
@@ -74,7 +85,9 @@ class Group:
                 f"group {self.name!r} needs signed permutation matrices of integers {list(shape)}, got {matrices.tolist()}"
             )
         if not torch.equal(matrices.unsqueeze(1) @ matrices, matrices[self.table]):
-            raise ValueError(f"the matrices of group {self.name!r} do not multiply as its table says")
+            raise ValueError(
+                f"the matrices of group {self.name!r} do not multiply as its table says"
+            )
 
     def _check_permutations(self, size: tuple[int, int], moves: Tensor) -> None:
         shape = (self.order, math.prod(size))
@@ -96,19 +109,30 @@ class Group:
         if isinstance(group, Group):
             return group
         if group not in NAMED:
-            raise ValueError(f"there is no group {group!r}; choose from {', '.join(NAMED)}, or give a Group")
+            raise ValueError(
+                f"there is no group {group!r}; choose from {', '.join(NAMED)}, or give a Group"
+            )
         n_turns, flip = NAMED[group]
         turn, mirror = torch.tensor([[0, -1], [1, 0]]), torch.tensor([[1, 0], [0, -1]])
-        turns = [torch.linalg.matrix_power(turn.double(), 4 // n_turns * i).long() for i in range(n_turns)]
-        return cls.from_matrices(group, turns + [matrix @ mirror for matrix in turns] if flip else turns)
+        turns = [
+            torch.linalg.matrix_power(turn.double(), 4 // n_turns * i).long()
+            for i in range(n_turns)
+        ]
+        return cls.from_matrices(
+            group, turns + [matrix @ mirror for matrix in turns] if flip else turns
+        )
 
     @classmethod
     def from_matrices(cls, name: str, matrices: Sequence[Tensor]) -> Group:
         """Return the group of the given signed permutation matrices of (row, column), the identity first."""
         stacked = torch.stack([_integers(matrix) for matrix in matrices])
-        equal = ((stacked.unsqueeze(1) @ stacked).unsqueeze(2) == stacked).all(-1).all(-1)  # [g, h, is it this one]
+        equal = (
+            ((stacked.unsqueeze(1) @ stacked).unsqueeze(2) == stacked).all(-1).all(-1)
+        )  # [g, h, is it this one]
         if not (equal.sum(-1) == 1).all():
-            raise ValueError(f"the matrices of group {name!r} are not all different, or a product of two is missing")
+            raise ValueError(
+                f"the matrices of group {name!r} are not all different, or a product of two is missing"
+            )
         return cls(name, equal.long().argmax(-1), stacked)
 
     @property
@@ -155,7 +179,9 @@ class Group:
     def transform_features(self, x: Tensor, element: int) -> Tensor:
         """Return the features ``x`` ``[n, channels, order, height, width]``, moved by an element: ``X(g^-1 r, g^-1 x)``."""
         check_features(f"group {self.name!r}", x, self.order)
-        return self.transform(x.index_select(2, self.table[self.inverse[element]].to(x.device)), element)
+        return self.transform(
+            x.index_select(2, self.table[self.inverse[element]].to(x.device)), element
+        )
 
 
 def _integers(values: Tensor | Sequence[int]) -> Tensor:

@@ -81,7 +81,12 @@ class RandomStates:
         return {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+            "numpy": [
+                torch.from_numpy(keys.astype(np.int64)),
+                int(position),
+                int(has_gauss),
+                float(cached),
+            ],
             "python": random.getstate(),
             "generators": [_state_of(generator) for generator in self._generators],
         }
@@ -100,7 +105,9 @@ class RandomStates:
         if torch.cuda.is_available() and state["cuda"]:
             torch.cuda.set_rng_state_all(state["cuda"])
         keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+        np.random.set_state(
+            ("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached)
+        )  # noqa: NPY002
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         for generator, value in zip(self._generators, state["generators"], strict=True):
@@ -196,7 +203,9 @@ class Journal:
                 path.parent.mkdir(parents=True, exist_ok=True)
         if not going_on:
             self.save()
-        if self._history is not None:  # without what an interrupted run had written after its last checkpoint
+        if (
+            self._history is not None
+        ):  # without what an interrupted run had written after its last checkpoint
             lines = "".join(json.dumps(record) + "\n" for record in run.history)
             replace(self._history, lambda file: file.write(lines.encode()))
 
@@ -209,7 +218,9 @@ class Journal:
         except (ValueError, TypeError, UnicodeDecodeError):
             known = False
         if not known:
-            raise ValueError(f"{self._history} is not a history of marglik_training; nothing was changed")
+            raise ValueError(
+                f"{self._history} is not a history of marglik_training; nothing was changed"
+            )
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record to the history."""
@@ -226,5 +237,8 @@ class Journal:
     def save(self) -> None:
         """Write a checkpoint."""
         if self._checkpoint is not None:
-            write(self._checkpoint, {"run": self._run.state_dict(), "random": self._random_states.state_dict()})
+            write(
+                self._checkpoint,
+                {"run": self._run.state_dict(), "random": self._random_states.state_dict()},
+            )
             self._good_epoch = self._run.epoch

@@ -29,7 +29,9 @@ class Curvature:
     dict_key_x: str
     dict_key_y: str
 
-    def laplace(self, model: nn.Module, priors: Priors, enable_backprop: bool = False) -> BaseLaplace:
+    def laplace(
+        self, model: nn.Module, priors: Priors, enable_backprop: bool = False
+    ) -> BaseLaplace:
         noise = priors.noise
         return Laplace(
             model,
@@ -50,7 +52,9 @@ class Curvature:
 class PartlyDifferentiable:
     """A loader under which hyperparameters require grad in some of the batches only."""
 
-    def __init__(self, loader: DataLoader, hyperparameters: Sequence[Tensor], chosen: set[int]) -> None:
+    def __init__(
+        self, loader: DataLoader, hyperparameters: Sequence[Tensor], chosen: set[int]
+    ) -> None:
         self.loader, self.hyperparameters, self.chosen = loader, hyperparameters, chosen
         self.dataset = loader.dataset
 

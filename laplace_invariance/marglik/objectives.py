@@ -66,13 +66,17 @@ class Augerino(Objective):
         self.strength = strength
 
     def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
-        augmentations = [module for module in model.modules() if isinstance(module, BoxAugmentation)]
+        augmentations = [
+            module for module in model.modules() if isinstance(module, BoxAugmentation)
+        ]
         if not augmentations:
             raise ValueError(
                 "Augerino learns the ranges of an augmentation; wrap the network in InvariantModel(net, augmentation)"
             )
         with differentiable():
-            widths = torch.cat([module.half_widths()[list(module.learnt)] for module in augmentations])
+            widths = torch.cat(
+                [module.half_widths()[list(module.learnt)] for module in augmentations]
+            )
             return criterion(model(x), y) - self.strength * widths.norm()
 
 
@@ -88,11 +92,16 @@ class Regularised(Objective):
     """
 
     def __init__(
-        self, penalty: Callable[[nn.Module, Any], Tensor], strength: float = 1.0, objective: Objective | None = None
+        self,
+        penalty: Callable[[nn.Module, Any], Tensor],
+        strength: float = 1.0,
+        objective: Objective | None = None,
     ) -> None:
         objective = Evidence() if objective is None else objective
         if not isinstance(objective, Objective):
-            raise TypeError(f"objective must be an instance of laplace_invariance.marglik.Objective, got {objective!r}")
+            raise TypeError(
+                f"objective must be an instance of laplace_invariance.marglik.Objective, got {objective!r}"
+            )
         if not callable(penalty):
             raise TypeError(f"penalty must be callable as penalty(model, x), got {penalty!r}")
         if not 0 <= strength < math.inf:

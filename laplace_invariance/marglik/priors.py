@@ -35,8 +35,12 @@ def grouping(model: nn.Module, structure: str | Sequence[str]) -> dict[str, str]
                 f"expressions, got {structure!r}; a pattern goes into a list: [{structure!r}]"
             )
         return _by_path(model, names)
-    if not isinstance(structure, Sequence) or not all(isinstance(pattern, str) for pattern in structure):
-        raise TypeError(f"prior_structure must be a name or a list of regular expressions, got {structure!r}")
+    if not isinstance(structure, Sequence) or not all(
+        isinstance(pattern, str) for pattern in structure
+    ):
+        raise TypeError(
+            f"prior_structure must be a name or a list of regular expressions, got {structure!r}"
+        )
     return _by_pattern(structure, names)
 
 
@@ -57,19 +61,25 @@ def _by_path(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _first_matches(what: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, re.Match]]:
+def _first_matches(
+    what: str, patterns: Sequence[str], names: Sequence[str]
+) -> dict[str, tuple[str, re.Match]]:
     """Return the first pattern that matches the whole of each name, and the match; a pattern without any is refused."""
     found: dict[str, tuple[str, re.Match]] = {}
     for pattern in patterns:
         try:
             expression = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{what} has {pattern!r}, which is no regular expression: {error}") from error
+            raise ValueError(
+                f"{what} has {pattern!r}, which is no regular expression: {error}"
+            ) from error
         matches = {name: match for name in names if (match := expression.fullmatch(name))}
         if not matches.keys() - found.keys():
             why = "only what patterns before it match; put it before them"
             why = why if matches else "no whole name of a trainable parameter"
-            raise ValueError(f"{what} has {pattern!r}, which matches {why}; the parameters are {', '.join(names)}")
+            raise ValueError(
+                f"{what} has {pattern!r}, which matches {why}; the parameters are {', '.join(names)}"
+            )
         found = {name: (pattern, match) for name, match in matches.items()} | found
     return found
 
@@ -78,7 +88,9 @@ def _by_pattern(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]
     """Group by the first pattern that matches and what it captures; tensors that none matches are groups of one."""
     groups = {name: name for name in names}
     for name, (pattern, match) in _first_matches("prior_structure", patterns, names).items():
-        groups[name] = f"{pattern} ({', '.join(map(str, match.groups()))})" if match.groups() else pattern
+        groups[name] = (
+            f"{pattern} ({', '.join(map(str, match.groups()))})" if match.groups() else pattern
+        )
     return groups
 
 
@@ -86,7 +98,9 @@ def _by_name(values: Mapping[str, float], names: Sequence[str]) -> dict[str, flo
     """Return the value of the first pattern that matches each name, or 1."""
     for pattern, value in values.items():
         if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise ValueError(f"prior_prec_init must be positive and finite, got {value!r} for {pattern!r}")
+            raise ValueError(
+                f"prior_prec_init must be positive and finite, got {value!r} for {pattern!r}"
+            )
     matched = _first_matches("prior_prec_init", list(values), names)
     return {name: float(values[matched[name][0]]) if name in matched else 1.0 for name in names}
 
@@ -132,29 +146,45 @@ class Priors:
         if structure in OF_LAPLACE:
             self.groups = {"scalar": ["all"], "layerwise": names, "diag": []}[structure]
             self.grouping, self._index = None, None
-            self.log_precision = fix_prior_prec_structure(start, structure, *sizes, first.device, first.dtype)
+            self.log_precision = fix_prior_prec_structure(
+                start, structure, *sizes, first.device, first.dtype
+            )
         else:
             self.grouping = grouping(model, structure)
             self.groups = list(dict.fromkeys(self.grouping.values()))
             places = {group: place for place, group in enumerate(self.groups)}
-            self._index = torch.tensor([places[group] for group in self.grouping.values()], device=first.device)
-            self.log_precision = torch.full((len(self.groups),), start, device=first.device, dtype=first.dtype)
+            self._index = torch.tensor(
+                [places[group] for group in self.grouping.values()], device=first.device
+            )
+            self.log_precision = torch.full(
+                (len(self.groups),), start, device=first.device, dtype=first.dtype
+            )
         if isinstance(precision, Mapping):
             self._start_at(_by_name(precision, names))
         self.log_precision.requires_grad_()
         self.log_noise = (
-            None if noise is None else torch.full((1,), math.log(noise)).to(first).requires_grad_(learn_noise)
+            None
+            if noise is None
+            else torch.full((1,), math.log(noise)).to(first).requires_grad_(learn_noise)
         )
-        self.learnt = [t for t in (self.log_precision, self.log_noise) if t is not None and t.requires_grad]
+        self.learnt = [
+            t for t in (self.log_precision, self.log_noise) if t is not None and t.requires_grad
+        ]
         self.optimizer = torch.optim.Adam(self.learnt, lr=lr)
 
     def _start_at(self, precisions: dict[str, float]) -> None:
         """Set the initial precision of every tensor; tensors that share one must agree."""
-        values = torch.tensor([math.log(self._temperature * value) for value in precisions.values()])
+        values = torch.tensor(
+            [math.log(self._temperature * value) for value in precisions.values()]
+        )
         values = values.to(self.log_precision)
         if self.groups:
             count = len(self.log_precision)
-            index = torch.arange(len(values)) if count == len(values) else torch.zeros(len(values), dtype=torch.long)
+            index = (
+                torch.arange(len(values))
+                if count == len(values)
+                else torch.zeros(len(values), dtype=torch.long)
+            )
             index = index.to(values.device) if self._index is None else self._index
             self.log_precision[index] = values
             different = [name for name, kept, wanted in zip(precisions, self.log_precision[index], values, strict=True)
@@ -166,7 +196,9 @@ class Priors:
                 )
         else:
             sizes = [parameter.numel() for parameter in self._parameters]
-            self.log_precision.copy_(values.repeat_interleave(torch.tensor(sizes, device=values.device)))
+            self.log_precision.copy_(
+                values.repeat_interleave(torch.tensor(sizes, device=values.device))
+            )
 
     @property
     def precision(self) -> Tensor:
@@ -176,7 +208,11 @@ class Priors:
 
     def named(self) -> dict[str, float]:
         """Return the prior precisions by name of their group; nothing if every parameter has its own."""
-        return dict(zip(self.groups, self.log_precision.detach().exp().tolist(), strict=True)) if self.groups else {}
+        return (
+            dict(zip(self.groups, self.log_precision.detach().exp().tolist(), strict=True))
+            if self.groups
+            else {}
+        )
 
     @property
     def noise(self) -> Tensor | None:
@@ -185,7 +221,11 @@ class Priors:
 
     def penalty(self, n_data: int) -> Tensor:
         """Return the negative log prior, scaled to be added to the mean loss of a datum."""
-        scale = self._temperature if self.noise is None else self._temperature / (2 * self.noise.detach().square())
+        scale = (
+            self._temperature
+            if self.noise is None
+            else self._temperature / (2 * self.noise.detach().square())
+        )
         precision = self.precision.detach()
         if len(precision) in (1, len(self._parameters)):  # without copies of all weights
             norms = torch.stack([p.flatten().dot(p.flatten()) for p in self._parameters])
@@ -198,7 +238,9 @@ class Priors:
     def values(self) -> dict[str, Tensor]:
         """Return detached copies of the logarithms."""
         tensors = {"log_precision": self.log_precision, "log_noise": self.log_noise}
-        return {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor is not None}
+        return {
+            name: tensor.detach().clone() for name, tensor in tensors.items() if tensor is not None
+        }
 
     @torch.no_grad()
     def set_values(self, values: dict[str, Tensor]) -> None:

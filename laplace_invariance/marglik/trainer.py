@@ -55,8 +55,12 @@ class Steps:
     """Counts steps that had to be skipped, and gives up after too many of one kind in a row."""
 
     max_bad: int
-    skipped: dict[str, int] = field(default_factory=lambda: {"weights": 0, "priors": 0, "hyperparameters": 0})
-    in_a_row: dict[str, int] = field(default_factory=lambda: {"weights": 0, "priors": 0, "hyperparameters": 0})
+    skipped: dict[str, int] = field(
+        default_factory=lambda: {"weights": 0, "priors": 0, "hyperparameters": 0}
+    )
+    in_a_row: dict[str, int] = field(
+        default_factory=lambda: {"weights": 0, "priors": 0, "hyperparameters": 0}
+    )
 
     def good(self, kind: str) -> bool:
         self.in_a_row[kind] = 0
@@ -103,17 +107,30 @@ class Run:
     ) -> None:
         self.settings = settings
         self.model, self.train_loader, self.marglik_loader = model, train_loader, marglik_loader
-        self.objective, self.curvature, self.schedule, self.priors = objective, curvature, schedule, priors
+        self.objective, self.curvature, self.schedule, self.priors = (
+            objective,
+            curvature,
+            schedule,
+            priors,
+        )
         self.optimizer, self.scheduler = optimizer, scheduler
         self.n_hyper_batches, self.generator = n_hyper_batches, generator
         self.weights = [p for p in model.parameters() if p.requires_grad]
-        self.named = {name: tensor for name, tensor in named_hyperparameters(model) if tensor.requires_grad}
+        self.named = {
+            name: tensor for name, tensor in named_hyperparameters(model) if tensor.requires_grad
+        }
         self.etas = list(self.named.values())
         known = {id(tensor) for _, tensor in named_hyperparameters(model)}
-        self.statistics = [buffer for buffer in model.buffers() if id(buffer) not in known]  # such as of batch norm
-        self.by_evidence = bool(self.etas) and objective.estimates and not objective.steps_in_training
+        self.statistics = [
+            buffer for buffer in model.buffers() if id(buffer) not in known
+        ]  # such as of batch norm
+        self.by_evidence = (
+            bool(self.etas) and objective.estimates and not objective.steps_in_training
+        )
         self.eta_optimizer = torch.optim.Adam(self.etas, lr=schedule.lr_aug) if self.etas else None
-        self.criterion = nn.CrossEntropyLoss() if curvature.likelihood == "classification" else nn.MSELoss()
+        self.criterion = (
+            nn.CrossEntropyLoss() if curvature.likelihood == "classification" else nn.MSELoss()
+        )
         self.steps = Steps(max_bad_steps)
         self.n_data = len(train_loader.dataset)
         self.epoch = 0
@@ -132,7 +149,9 @@ class Run:
             x, y = self.batch(data)
             self._zero(self.optimizer, self.eta_optimizer)
             statistics = [buffer.clone() for buffer in self.statistics]
-            loss = self.objective.training_loss(self.model, self.criterion, x, y) + self.priors.penalty(self.n_data)
+            loss = self.objective.training_loss(
+                self.model, self.criterion, x, y
+            ) + self.priors.penalty(self.n_data)
             in_training = self.etas if self.objective.steps_in_training else []
             if torch.isfinite(loss):
                 loss.backward()
@@ -201,7 +220,9 @@ class Run:
                     break  # the other steps would see the same
             la.H, la.loss = curvature, loss
             precision, noise = self.priors.precision.detach(), self.priors.noise
-            evidence = la.log_marginal_likelihood(precision, None if noise is None else noise.detach())
+            evidence = la.log_marginal_likelihood(
+                precision, None if noise is None else noise.detach()
+            )
             record = self._describe(la, evidence) | self._hyperparameters()
             if not self.schedule.prior_steps and torch.isfinite(evidence):
                 self.margliks.append(-evidence.item())
@@ -266,7 +287,12 @@ class Run:
     def keep(self, evidence: float | None) -> None:
         """Remember weights, hyperparameters and priors as they are now."""
         state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.best = {"evidence": evidence, "epoch": self.epoch, "model": state, "priors": self.priors.values()}
+        self.best = {
+            "evidence": evidence,
+            "epoch": self.epoch,
+            "model": state,
+            "priors": self.priors.values(),
+        }
 
     # Reports.
 
@@ -294,7 +320,9 @@ class Run:
             n += len(y)
         return {name: total / n for name, total in totals.items()}
 
-    def record(self, estimate: Record, valid: dict[str, float] | None, seconds: dict[str, float]) -> Record:
+    def record(
+        self, estimate: Record, valid: dict[str, float] | None, seconds: dict[str, float]
+    ) -> Record:
         """Return what is known at the end of an epoch."""
         noise = self.priors.noise
         return {
@@ -304,9 +332,13 @@ class Run:
             **self._hyperparameters(),
             **estimate,
             "prior_precision": _summary(self.priors.precision),
-            "prior_precisions": self.priors.named() if len(self.priors.groups) <= MAX_NAMED else None,
+            "prior_precisions": self.priors.named()
+            if len(self.priors.groups) <= MAX_NAMED
+            else None,
             "sigma_noise": None if noise is None else noise.item(),
-            "valid": None if valid is None else {name: _finite(value) for name, value in valid.items()},
+            "valid": None
+            if valid is None
+            else {name: _finite(value) for name, value in valid.items()},
             "skipped": dict(self.steps.skipped),
             "seconds": seconds,
         }
@@ -316,7 +348,9 @@ class Run:
     def signature(self) -> dict[str, Any]:
         """Return what must agree between the run that wrote a checkpoint and the one that reads it."""
         return {
-            "tensors of the model": {n: f"{list(v.shape)} {v.dtype}" for n, v in self.model.state_dict().items()},
+            "tensors of the model": {
+                n: f"{list(v.shape)} {v.dtype}" for n, v in self.model.state_dict().items()
+            },
             "learnt hyperparameters": list(self.named),
             "number of training examples": self.n_data,
             "likelihood": self.curvature.likelihood,
@@ -338,7 +372,9 @@ class Run:
             "priors": self.priors.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "eta_optimizer": None if self.eta_optimizer is None else self.eta_optimizer.state_dict(),
+            "eta_optimizer": None
+            if self.eta_optimizer is None
+            else self.eta_optimizer.state_dict(),
             "best": self.best,
             "losses": self.losses,
             "margliks": self.margliks,
@@ -369,7 +405,11 @@ class Run:
         if self.eta_optimizer is not None:
             self.eta_optimizer.load_state_dict(state["eta_optimizer"])
         self.epoch, self.best = state["epoch"], state["best"]
-        self.losses, self.margliks, self.history = state["losses"], state["margliks"], state["history"]
+        self.losses, self.margliks, self.history = (
+            state["losses"],
+            state["margliks"],
+            state["history"],
+        )
         self.steps.skipped, self.steps.in_a_row = state["skipped"], state["in_a_row"]
 
 
@@ -380,12 +420,20 @@ def _finite(value: float) -> float | None:
 def _summary(precision: Tensor) -> list[float]:
     """Return prior precisions; of one per weight only minimum, median and maximum."""
     values = precision.detach()
-    return (values if len(values) <= 1000 else torch.stack([values.min(), values.median(), values.max()])).tolist()
+    return (
+        values
+        if len(values) <= 1000
+        else torch.stack([values.min(), values.median(), values.max()])
+    ).tolist()
 
 
 def _outermost(modules: dict[str, Augmentation]) -> list[tuple[str, Augmentation]]:
     """Return those that are not parts of others, whose ranges have them."""
-    return [(n, m) for n, m in modules.items() if not any(n != o and n.startswith(f"{o}.") for o in modules)]
+    return [
+        (n, m)
+        for n, m in modules.items()
+        if not any(n != o and n.startswith(f"{o}.") for o in modules)
+    ]
 
 
 def _difference(theirs: Any, ours: Any) -> str:

@@ -66,7 +66,9 @@ class Result:
     skipped: dict[str, int]
 
     def __repr__(self) -> str:
-        evidence = max((r["evidence"] for r in self.history if r["evidence"] is not None), default=None)
+        evidence = max(
+            (r["evidence"] for r in self.history if r["evidence"] is not None), default=None
+        )
         return f"Result(epochs={len(self.history)}, best_epoch={self.best_epoch}, evidence={evidence}, skipped={self.skipped})"
 
     def __iter__(self) -> Iterator[Any]:
@@ -83,13 +85,17 @@ def _check_loader(name: str, loader: DataLoader) -> DataLoader:
     try:
         n_data, n_batches = len(loader.dataset), len(loader)
     except (AttributeError, TypeError) as error:
-        raise TypeError(f"{name} must be a DataLoader with a length and a dataset with a length: {error}") from error
+        raise TypeError(
+            f"{name} must be a DataLoader with a length and a dataset with a length: {error}"
+        ) from error
     if n_data == 0 or n_batches == 0:
         raise ValueError(f"{name} is empty: {n_data} examples in {n_batches} batches")
     return loader
 
 
-def _check_numbers(values: dict[str, float | None], least: float | None = None, whole: bool = False) -> None:
+def _check_numbers(
+    values: dict[str, float | None], least: float | None = None, whole: bool = False
+) -> None:
     """Refuse what is not above zero, or below ``least``; and fractions, if numbers must be whole."""
     for name, value in values.items():
         if value is None:
@@ -111,7 +117,9 @@ def _evidence_loader(loader: DataLoader, batch_size: int | None) -> DataLoader:
     if batch_size is None and not getattr(loader, "drop_last", False):
         return loader
     size = loader.batch_size if batch_size is None else batch_size
-    return DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+    return DataLoader(
+        loader.dataset, size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+    )
 
 
 def marglik_training(
@@ -213,18 +221,30 @@ def marglik_training(
         }
     )
     _check_numbers({"lr_aug_min": lr_aug_min}, least=0)
-    counts = {"n_epochs": n_epochs, "marglik_frequency": marglik_frequency, "max_bad_steps": max_bad_steps}
+    counts = {
+        "n_epochs": n_epochs,
+        "marglik_frequency": marglik_frequency,
+        "max_bad_steps": max_bad_steps,
+    }
     counts |= {"marglik_batch_size": marglik_batch_size, "n_hyper_batches": n_hyper_batches}
     _check_numbers(counts, whole=True)
-    _check_numbers({"n_hypersteps": n_hypersteps, "n_epochs_burnin": n_epochs_burnin}, least=0, whole=True)
+    _check_numbers(
+        {"n_hypersteps": n_hypersteps, "n_epochs_burnin": n_epochs_burnin}, least=0, whole=True
+    )
     _check_numbers({"n_hypersteps_prior": n_hypersteps_prior}, least=0, whole=True)
     if n_hypersteps_prior is not None and n_hypersteps == 0:
-        raise ValueError("with n_hypersteps_prior, n_hypersteps is the number of rounds and must be positive, got 0")
+        raise ValueError(
+            "with n_hypersteps_prior, n_hypersteps is the number of rounds and must be positive, got 0"
+        )
     objective = Evidence() if objective is None else objective
     if not isinstance(objective, Objective):
-        raise TypeError(f"objective must be an instance of laplace_invariance.marglik.Objective, got {objective!r}")
+        raise TypeError(
+            f"objective must be an instance of laplace_invariance.marglik.Objective, got {objective!r}"
+        )
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
-        raise TypeError("callbacks must be a list of functions, each called as callback(record, model)")
+        raise TypeError(
+            "callbacks must be a list of functions, each called as callback(record, model)"
+        )
     schedule = Schedule(
         n_epochs,
         n_epochs_burnin,
@@ -249,7 +269,9 @@ def marglik_training(
         _check_loader("valid_loader", valid_loader)
     if marglik_loader is not None and marglik_batch_size is not None:
         raise ValueError("give marglik_loader or marglik_batch_size, not both")
-    marglik_loader = _evidence_loader(train_loader if marglik_loader is None else marglik_loader, marglik_batch_size)
+    marglik_loader = _evidence_loader(
+        train_loader if marglik_loader is None else marglik_loader, marglik_batch_size
+    )
     if checkpoint is not None and any(
         getattr(loader, "persistent_workers", False) for loader in (train_loader, marglik_loader)
     ):
@@ -280,7 +302,13 @@ def marglik_training(
         marglik_loader,
         objective=objective,
         curvature=Curvature(
-            likelihood, hessian_structure, backend, backend_kwargs, temperature, dict_key_x, dict_key_y
+            likelihood,
+            hessian_structure,
+            backend,
+            backend_kwargs,
+            temperature,
+            dict_key_x,
+            dict_key_y,
         ),
         schedule=schedule,
         priors=Priors(
@@ -293,7 +321,9 @@ def marglik_training(
             lr_hyp,
         ),
         optimizer=optimizer,
-        scheduler=None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {})),
+        scheduler=None
+        if scheduler_cls is None
+        else scheduler_cls(optimizer, **(scheduler_kwargs or {})),
         n_hyper_batches=n_hyper_batches,
         max_bad_steps=max_bad_steps,
         generator=generator,
@@ -301,7 +331,9 @@ def marglik_training(
             "optimizer_kwargs": repr(optimizer_kwargs),
             "backend_kwargs": repr(backend_kwargs),
             "temperature": temperature,
-            "prior_prec_init": repr(dict(prior_prec_init) if isinstance(prior_prec_init, Mapping) else prior_prec_init),
+            "prior_prec_init": repr(
+                dict(prior_prec_init) if isinstance(prior_prec_init, Mapping) else prior_prec_init
+            ),
             "sigma_noise_init": sigma_noise_init,
             "lr_hyp": lr_hyp,
             "lr_aug": (lr_aug, lr_aug_min),
@@ -319,10 +351,16 @@ def marglik_training(
 
 
 def _train(
-    run: Run, journal: Journal, valid_loader: DataLoader | None, callbacks: Sequence[Callback], progress_bar: bool
+    run: Run,
+    journal: Journal,
+    valid_loader: DataLoader | None,
+    callbacks: Sequence[Callback],
+    progress_bar: bool,
 ) -> None:
     schedule = run.schedule
-    bar = tqdm.tqdm(total=schedule.n_epochs, initial=run.epoch, disable=not progress_bar, unit="epoch")
+    bar = tqdm.tqdm(
+        total=schedule.n_epochs, initial=run.epoch, disable=not progress_bar, unit="epoch"
+    )
     with bar:
         while run.epoch < schedule.n_epochs:
             run.epoch += 1
@@ -343,7 +381,9 @@ def _train(
             record = run.record(estimate, valid, seconds)
             run.history.append(record)
             journal.append(record)
-            for callback in callbacks:  # before the checkpoint, which then has what they did to random states
+            for (
+                callback
+            ) in callbacks:  # before the checkpoint, which then has what they did to random states
                 callback(record, run.model)
             journal.save()
             bar.update()
@@ -355,13 +395,19 @@ def _show(bar: tqdm.tqdm, run: Run) -> None:
     if bar.disable:
         return
     shown = {"loss": f"{run.losses[-1]:.3f}"}
-    evidence = next((r["evidence"] for r in reversed(run.history) if r["evidence"] is not None), None)
+    evidence = next(
+        (r["evidence"] for r in reversed(run.history) if r["evidence"] is not None), None
+    )
     if evidence is not None:
         shown["evidence"] = f"{evidence / run.n_data:.3f}"
     valid = next((r["valid"] for r in reversed(run.history) if r["valid"]), {})
     if "accuracy" in valid:
         shown["accuracy"] = f"{valid['accuracy']:.1%}"
-    ranges = {name: value for values in run.history[-1]["ranges"].values() for name, value in values.items()}
+    ranges = {
+        name: value
+        for values in run.history[-1]["ranges"].values()
+        for name, value in values.items()
+    }
     for name in sorted(ranges, key=ranges.get, reverse=True)[:3]:
         shown[name] = f"{ranges[name]:.2f}"
     bar.set_postfix(shown)

@@ -55,7 +55,9 @@ def equivariance_error(
             f"width], got shape {list(x.shape)}"
         )
     if min(max_elements, batch_size) < 1:
-        raise ValueError(f"max_elements and batch_size must be positive, got {max_elements} and {batch_size}")
+        raise ValueError(
+            f"max_elements and batch_size must be positive, got {max_elements} and {batch_size}"
+        )
     groups = [group] if isinstance(group, str | Group) else list(group)
     if not groups:
         raise ValueError("equivariance_error needs at least one group, got none")
@@ -82,21 +84,29 @@ def equivariance_error(
 def _random_inputs(module: nn.Module, generator: torch.Generator | None) -> Tensor:
     first = next((part for part in module.modules() if hasattr(part, "in_channels")), None)
     if first is None:
-        raise ValueError(f"no layer in {type(module).__name__} says how many channels it takes; give inputs x")
+        raise ValueError(
+            f"no layer in {type(module).__name__} says how many channels it takes; give inputs x"
+        )
     group = [first.group.order] if isinstance(first, GroupConv2d) else []
     shape = (2, first.in_channels, *group, *getattr(first, "in_shape", (32, 32)))
     parameter = next(module.parameters(), torch.empty(0))
     device = parameter.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=device, dtype=parameter.dtype).to(parameter.device)
+    return torch.randn(shape, generator=generator, device=device, dtype=parameter.dtype).to(
+        parameter.device
+    )
 
 
 def _group(group: str | Group) -> Group:
     if isinstance(group, str) and group not in NAMED:
-        raise ValueError(f"there is no group {group!r}; choose from {SHIFTS}, {', '.join(NAMED)}, or give a Group")
+        raise ValueError(
+            f"there is no group {group!r}; choose from {SHIFTS}, {', '.join(NAMED)}, or give a Group"
+        )
     return Group.of(group)
 
 
-def _under_group(module: nn.Module, group: Group, x: Tensor, y: Tensor, batch_size: int) -> Iterator[Tensor]:
+def _under_group(
+    module: nn.Module, group: Group, x: Tensor, y: Tensor, batch_size: int
+) -> Iterator[Tensor]:
     """Yield errors ``[n]`` of each element."""
 
     def transform(z: Tensor, element: int) -> Tensor:
@@ -110,7 +120,12 @@ def _under_group(module: nn.Module, group: Group, x: Tensor, y: Tensor, batch_si
 
 
 def _under_shifts(
-    module: nn.Module, x: Tensor, y: Tensor, max_elements: int, batch_size: int, generator: torch.Generator | None
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    max_elements: int,
+    batch_size: int,
+    generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
     """Yield errors ``[shifts * n]`` of some shifts at a time."""
     height, width = x.shape[-2:]
@@ -120,7 +135,9 @@ def _under_shifts(
     for some in elements.split(max(batch_size // len(x), 1)):
         images = x.repeat(len(some), *[1] * (x.ndim - 1))
         targets = y.repeat(len(some), *[1] * (y.ndim - 1))
-        shifts = torch.stack([some // width, some % width]).repeat_interleave(len(x), 1).to(x.device)
+        shifts = (
+            torch.stack([some // width, some % width]).repeat_interleave(len(x), 1).to(x.device)
+        )
         outputs = torch.cat([module(part) for part in _shift(images, shifts).split(batch_size)])
         if y.ndim > 2:
             subsampled = y.shape[-2] < height or y.shape[-1] < width
@@ -141,7 +158,9 @@ def _shift(x: Tensor, shifts: Tensor) -> Tensor:
 
 def _best_shifts(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the shifts ``[2, n]`` of ``targets`` that come closest to ``outputs``: those of the largest correlation."""
-    spectrum = torch.fft.rfft2(outputs.flatten(1, -3)) * torch.fft.rfft2(targets.flatten(1, -3)).conj()
+    spectrum = (
+        torch.fft.rfft2(outputs.flatten(1, -3)) * torch.fft.rfft2(targets.flatten(1, -3)).conj()
+    )
     width = outputs.shape[-1]
     best = torch.fft.irfft2(spectrum.sum(1), outputs.shape[-2:]).flatten(1).argmax(1)
     return torch.stack([best // width, best % width])
@@ -149,5 +168,7 @@ def _best_shifts(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _relative(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the distance of each output from its target, relative to the target, ``[n]``."""
-    norms = targets.flatten(1).norm(dim=1).clamp_min(torch.finfo(targets.dtype).tiny)  # 0 / 0 is no error
+    norms = (
+        targets.flatten(1).norm(dim=1).clamp_min(torch.finfo(targets.dtype).tiny)
+    )  # 0 / 0 is no error
     return (outputs - targets).flatten(1).norm(dim=1) / norms

@@ -80,7 +80,9 @@ def predictive_invariance(
         raise ValueError(f"unknown divergence {divergence!r}; choose from {', '.join(DIVERGENCES)}")
     outputs, moved = _along(model, data, Orbit(group, n_samples), batch_size)
     if outputs.shape[1] < 2:
-        raise ValueError(f"class probabilities need two logits or more, got outputs {list(outputs.shape)}")
+        raise ValueError(
+            f"class probabilities need two logits or more, got outputs {list(outputs.shape)}"
+        )
     p, q = outputs.log_softmax(-1).unsqueeze(1), moved.log_softmax(-1)
     if divergence == "kl":
         return _kl(p, q).mean().item()
@@ -107,10 +109,14 @@ def logit_invariance(
     """
     outputs, moved = _along(model, data, Orbit(group, n_samples), batch_size)
     if len(outputs) < 2:
-        raise ValueError("logit_invariance compares with other inputs, so it needs two or more, got 1")
+        raise ValueError(
+            "logit_invariance compares with other inputs, so it needs two or more, got 1"
+        )
     change = (moved - outputs.unsqueeze(1)).square().sum(-1).mean()
     spread = 2 * outputs.var(0).sum()
-    return (change / spread.clamp_min(torch.finfo(spread.dtype).tiny)).item()  # a constant is invariant
+    return (
+        change / spread.clamp_min(torch.finfo(spread.dtype).tiny)
+    ).item()  # a constant is invariant
 
 
 def saliency_invariance(
@@ -140,9 +146,13 @@ def _saliency_cosines(model: nn.Module, x: Tensor, orbit: Orbit) -> Tensor:
     moved = orbit.all(x)
     outputs = check_outputs(model(x), len(x))
     classes = outputs.argmax(-1, keepdim=True)
-    (own,) = torch.autograd.grad(outputs.gather(1, classes).sum(), x, allow_unused=True, materialize_grads=True)
+    (own,) = torch.autograd.grad(
+        outputs.gather(1, classes).sum(), x, allow_unused=True, materialize_grads=True
+    )
     rows = moved.detach().flatten(0, 1).requires_grad_()
-    logits = check_outputs(model(rows), len(rows)).gather(1, classes.repeat_interleave(orbit.size, 0))
+    logits = check_outputs(model(rows), len(rows)).gather(
+        1, classes.repeat_interleave(orbit.size, 0)
+    )
     (there,) = torch.autograd.grad(logits.sum(), rows, allow_unused=True, materialize_grads=True)
     there = there.unflatten(0, moved.shape[:2])
     cosines = []
@@ -173,18 +183,32 @@ class InvarianceError:
         generator: their source; None is torch's default generator.
     """
 
-    def __init__(self, group: GroupLike, n_samples: int = 1, generator: torch.Generator | None = None) -> None:
-        self.orbit, self.n_samples, self.generator = Orbit(group), check_n_samples(n_samples), generator
+    def __init__(
+        self, group: GroupLike, n_samples: int = 1, generator: torch.Generator | None = None
+    ) -> None:
+        self.orbit, self.n_samples, self.generator = (
+            Orbit(group),
+            check_n_samples(n_samples),
+            generator,
+        )
         if getattr(group, "draws", None) == "grid":
-            raise ValueError("draws of a grid are always the same, and one is the identity; use draws='independent'")
+            raise ValueError(
+                "draws of a grid are always the same, and one is the identity; use draws='independent'"
+            )
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the error, differentiable in the weights of the model, for inputs ``x`` ``[n, ...]``."""
         if not isinstance(x, Tensor) or not len(x):
             kind = "no inputs" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"the invariance error is that of a batch of inputs, a tensor, got {kind}")
-        rows = torch.cat([x.unsqueeze(1), self.orbit.random(x, self.n_samples, self.generator)], dim=1)
-        outputs = check_outputs(model(rows.flatten(0, 1)), len(rows.flatten(0, 1))).unflatten(0, rows.shape[:2])
+            raise TypeError(
+                f"the invariance error is that of a batch of inputs, a tensor, got {kind}"
+            )
+        rows = torch.cat(
+            [x.unsqueeze(1), self.orbit.random(x, self.n_samples, self.generator)], dim=1
+        )
+        outputs = check_outputs(model(rows.flatten(0, 1)), len(rows.flatten(0, 1))).unflatten(
+            0, rows.shape[:2]
+        )
         return (outputs[:, 1:] - outputs[:, :1]).square().flatten(2).sum(-1).mean() / 2
 
     def __repr__(self) -> str:  # a checkpoint is known by it
@@ -218,7 +242,10 @@ class InvarianceReport:
                 cells.append(("" if i else name, data, *numbers))
         widths = [max(len(line[i]) for line in cells) for i in range(5)]
         aligned = [
-            [cell.rjust(w) if i > 1 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
+            [
+                cell.rjust(w) if i > 1 else cell.ljust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            ]
             for line in cells
         ]
         return "\n".join("  ".join(line) for line in aligned)

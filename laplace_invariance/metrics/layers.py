@@ -40,14 +40,22 @@ LABELS = {
 def _eigenvalues(precision: KronDecomposed) -> list[Tensor]:
     if isinstance(precision, DifferentiableKronDecomposed):
         return precision.curvature_spectra()
-    return [torch.outer(*values) if len(values) == 2 else values[0] for values in precision.eigenvalues]
+    return [
+        torch.outer(*values) if len(values) == 2 else values[0] for values in precision.eigenvalues
+    ]
 
 
 def _tensors(la: ParametricLaplace) -> dict[str, nn.Parameter]:
     """Return the tensors that have a posterior, by name; refuse what is not fitted, or has one of some weights only."""
-    names = {id(p): name for name, p in la.model.named_parameters()} if isinstance(la, ParametricLaplace) else {}
+    names = (
+        {id(p): name for name, p in la.model.named_parameters()}
+        if isinstance(la, ParametricLaplace)
+        else {}
+    )
     params = getattr(la, "params", [])
-    known = isinstance(la, KronLaplace | DiagLaplace | FullLaplace) and all(id(p) in names for p in params)
+    known = isinstance(la, KronLaplace | DiagLaplace | FullLaplace) and all(
+        id(p) in names for p in params
+    )
     fitted = known and la.n_data > 0 and la.n_params == sum(p.numel() for p in params)
     if not fitted or (isinstance(la, KronLaplace) and not isinstance(la.H, KronDecomposed)):
         raise TypeError(
@@ -69,10 +77,15 @@ def effective_parameters(la: ParametricLaplace) -> dict[str, float]:
         precision = la.posterior_precision
         deltas = precision.deltas.expand(len(tensors))
         gammas = [
-            (values / (values + delta)).sum() for values, delta in zip(_eigenvalues(precision), deltas, strict=True)
+            (values / (values + delta)).sum()
+            for values, delta in zip(_eigenvalues(precision), deltas, strict=True)
         ]
         return {name: gamma.item() for name, gamma in zip(tensors, gammas, strict=True)}
-    covariance = 1 / la.posterior_precision if isinstance(la, DiagLaplace) else la.posterior_covariance.diagonal()
+    covariance = (
+        1 / la.posterior_precision
+        if isinstance(la, DiagLaplace)
+        else la.posterior_covariance.diagonal()
+    )
     shares = 1 - la.prior_precision_diag * covariance
     parts = shares.split([parameter.numel() for parameter in tensors.values()])
     return {name: part.sum().item() for name, part in zip(tensors, parts, strict=True)}
@@ -126,16 +139,30 @@ class LayerReport:
     @property
     def chosen(self) -> dict[str, str]:
         """The kind of layer that was chosen, by place: of the paths in use, such as ``"CONV"`` or ``"CONV+F-FC"``."""
-        kinds = {place: [row.kind for row in rows if row.chosen] for place, rows in self.places.items()}
+        kinds = {
+            place: [row.kind for row in rows if row.chosen] for place, rows in self.places.items()
+        }
         return {place: "+".join(chosen) for place, chosen in kinds.items() if chosen}
 
     def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return all numbers, by place and path, ready for JSON."""
-        return {place: {row.path: asdict(row) for row in rows} for place, rows in self.places.items()}
+        return {
+            place: {row.path: asdict(row) for row in rows} for place, rows in self.places.items()
+        }
 
     def __str__(self) -> str:
         cells = [
-            ("place", "path", "parameters", "prior precision", "norm", "effective", "normalised", "relative", "chosen")
+            (
+                "place",
+                "path",
+                "parameters",
+                "prior precision",
+                "norm",
+                "effective",
+                "normalised",
+                "relative",
+                "chosen",
+            )
         ]
         for place, rows in self.places.items():
             for i, row in enumerate(rows):
@@ -156,7 +183,8 @@ class LayerReport:
         left = {0, 1, 8}
         lines = [
             "  ".join(
-                c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+                c.ljust(w) if i in left else c.rjust(w)
+                for i, (c, w) in enumerate(zip(line, widths, strict=True))
             )
             for line in cells
         ]
@@ -177,12 +205,18 @@ def layer_report(la: ParametricLaplace) -> LayerReport:
         la: fitted Laplace approximation of all weights, such as ``marglik_training(...).la``.
     """
     tensors = _tensors(la)
-    pathways = {name: module for name, module in la.model.named_modules() if isinstance(module, ResidualPathway)}
+    pathways = {
+        name: module
+        for name, module in la.model.named_modules()
+        if isinstance(module, ResidualPathway)
+    }
     if not pathways:
         raise ValueError("the model has no ResidualPathway, whose paths could be compared")
     effective = effective_parameters(la)
     precision = (
-        la.prior_precision.expand(len(tensors)).tolist() if la.prior_precision.numel() in (1, len(tensors)) else None
+        la.prior_precision.expand(len(tensors)).tolist()
+        if la.prior_precision.numel() in (1, len(tensors))
+        else None
     )
     known = {
         id(tensor): (effective[name], None if precision is None else precision[i])
@@ -196,18 +230,24 @@ def layer_report(la: ParametricLaplace) -> LayerReport:
         comparable = None not in shares and sum(shares) > 0
         for i, row in enumerate(found):
             relative = shares[i] / sum(shares) if comparable else None
-            rows.append(PathReport(**row, relative=relative, chosen=comparable and relative >= IN_USE))
+            rows.append(
+                PathReport(**row, relative=relative, chosen=comparable and relative >= IN_USE)
+            )
     return LayerReport(rows)
 
 
-def _describe(place: str, name: str, path: nn.Module, known: dict[int, tuple[float, float | None]]) -> dict[str, Any]:
+def _describe(
+    place: str, name: str, path: nn.Module, known: dict[int, tuple[float, float | None]]
+) -> dict[str, Any]:
     """Return what is known of a path on its own; ``known`` has effective parameters and prior precision by tensor."""
     own = dict(path.named_parameters())
     learnt = {n: p for n, p in own.items() if id(p) in known}
     size = sum(p.numel() for p in learnt.values())
     gamma = sum(known[id(p)][0] for p in learnt.values())
     precisions = {n: known[id(p)][1] for n, p in learnt.items() if known[id(p)][1] is not None}
-    weights = [value for n, value in precisions.items() if own[n].ndim > 1] or list(precisions.values())
+    weights = [value for n, value in precisions.items() if own[n].ndim > 1] or list(
+        precisions.values()
+    )
     return {
         "place": place,
         "path": name,
@@ -215,7 +255,9 @@ def _describe(place: str, name: str, path: nn.Module, known: dict[int, tuple[flo
         "parameters": sum(p.numel() for p in own.values()),
         "precision": max(weights, default=None),
         "precisions": precisions,
-        "norm": torch.stack([p.detach().norm() for p in own.values()]).norm().item() if own else 0.0,
+        "norm": torch.stack([p.detach().norm() for p in own.values()]).norm().item()
+        if own
+        else 0.0,
         "effective": gamma if learnt else None,
         "normalised": gamma / size if learnt else None,
     }

@@ -41,14 +41,28 @@ class Orbit:
             self.order = self.group.order
         else:
             self.order = len(self.group.names) if isinstance(group, FiniteGroup) else None
-        still = isinstance(self.group, Group) and self.group.matrices is None and not self.group.permutations
-        if self.order == 1 or still or (self.order is None and not any(self.group.magnitudes().values())):
-            raise ValueError(f"{self.group!r} transforms nothing, so every network is invariant to it; give it a range")
+        still = (
+            isinstance(self.group, Group)
+            and self.group.matrices is None
+            and not self.group.permutations
+        )
+        if (
+            self.order == 1
+            or still
+            or (self.order is None and not any(self.group.magnitudes().values()))
+        ):
+            raise ValueError(
+                f"{self.group!r} transforms nothing, so every network is invariant to it; give it a range"
+            )
         self.size = n_samples + n_samples % 2 if self.order is None else self.order - 1
 
     def all(self, x: Tensor) -> Tensor:
         """Return ``x`` ``[n, ...]`` under every element, or every fixed draw, ``[n, size, ...]``."""
-        fixed = self.group.fixed(self.size) if self.order is None else torch.arange(1, self.order).unsqueeze(0)
+        fixed = (
+            self.group.fixed(self.size)
+            if self.order is None
+            else torch.arange(1, self.order).unsqueeze(0)
+        )
         return self._apply(x, fixed)
 
     def random(self, x: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
@@ -56,7 +70,9 @@ class Orbit:
         if self.order is None:
             return self._apply(x, self.group.sample(len(x), n_samples, generator))
         device = None if generator is None else generator.device
-        elements = torch.randint(1, self.order, (len(x), n_samples), generator=generator, device=device)
+        elements = torch.randint(
+            1, self.order, (len(x), n_samples), generator=generator, device=device
+        )
         return self._apply(x, elements)
 
     def _apply(self, x: Tensor, draws: Tensor) -> Tensor:
@@ -66,7 +82,9 @@ class Orbit:
             raise ValueError(
                 f"group {self.group.name!r} moves images [n, channels, height, width], got shape {list(x.shape)}"
             )
-        moved = torch.stack([self.group.transform(x, element) for element in range(self.order)], dim=1)
+        moved = torch.stack(
+            [self.group.transform(x, element) for element in range(self.order)], dim=1
+        )
         return moved[torch.arange(len(x), device=x.device).unsqueeze(1), draws.to(x.device)]
 
 
@@ -96,11 +114,15 @@ def batches(data: Data, model: nn.Module, size: int) -> Iterator[Tensor]:
         x = batch[0] if isinstance(batch, list | tuple) else batch
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"inputs must be floating-point tensors, or a loader of them, got {kind}")
+            raise TypeError(
+                f"inputs must be floating-point tensors, or a loader of them, got {kind}"
+            )
         if not torch.isfinite(x).all():
             raise ValueError("inputs hold NaN or infinite values")
         found += len(x)
-        yield from (x if reference is None else x.to(reference.device)).split(size) if len(x) else ()
+        yield from (
+            (x if reference is None else x.to(reference.device)).split(size) if len(x) else ()
+        )
     if not found:
         raise ValueError("there are no inputs to measure on")
 
@@ -108,7 +130,9 @@ def batches(data: Data, model: nn.Module, size: int) -> Iterator[Tensor]:
 def check_outputs(outputs: Tensor, n: int) -> Tensor:
     """Refuse outputs that are not ``[n, outputs]`` or not finite."""
     if outputs.ndim != 2 or len(outputs) != n:
-        raise ValueError(f"the model must return [n, outputs] for n = {n} inputs, got shape {list(outputs.shape)}")
+        raise ValueError(
+            f"the model must return [n, outputs] for n = {n} inputs, got shape {list(outputs.shape)}"
+        )
     if not torch.isfinite(outputs).all():
         raise ValueError("outputs of the model hold NaN or infinite values")
     return outputs

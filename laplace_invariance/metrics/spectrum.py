@@ -68,9 +68,9 @@ def jacobian_spectrum(
             x = x.detach().requires_grad_()
             outputs = check_outputs(model(x), len(x))
             rows = [
-                torch.autograd.grad(column.sum(), x, retain_graph=True, allow_unused=True, materialize_grads=True)[
-                    0
-                ].flatten(1)
+                torch.autograd.grad(
+                    column.sum(), x, retain_graph=True, allow_unused=True, materialize_grads=True
+                )[0].flatten(1)
                 for column in outputs.unbind(1)
             ]
             values.append(torch.linalg.svdvals(torch.stack(rows, 1)))
@@ -112,4 +112,6 @@ class SpectrumRecorder:
     def __call__(self, record: Mapping[str, Any], model: nn.Module) -> None:
         if (record["epoch"] - 1) % self.every == 0:
             self.epochs.append(record["epoch"])
-            self.spectra.append(jacobian_spectrum(model, self.x, self.group, n_samples=self.n_samples))
+            self.spectra.append(
+                jacobian_spectrum(model, self.x, self.group, n_samples=self.n_samples)
+            )

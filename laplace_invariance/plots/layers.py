@@ -36,7 +36,12 @@ def layer_shares(report: LayerReport, ax: Axes) -> Axes:
             bars = ax.bar(x, share, 0.8, bottom, color=colours[row.kind], edgecolor="w")
             if share >= 8:
                 ax.bar_label(
-                    bars, [f"{share:.0f}"], label_type="center", fontsize="small", color="w", fontweight="bold"
+                    bars,
+                    [f"{share:.0f}"],
+                    label_type="center",
+                    fontsize="small",
+                    color="w",
+                    fontweight="bold",
                 )
             bottom += share
     ax.set(ylabel="effective parameters per parameter,\nshare of the layer (%)", ylim=(0, 100))
@@ -59,7 +64,12 @@ def layer_precisions(report: LayerReport, ax: Axes) -> Axes:
         colour = colours[path[1]]
         xs = [places.index(row.place) for row in rows]
         ax.plot(
-            xs, [math.nan if row.precision is None else row.precision for row in rows], "o-", color=colour, lw=1.8, ms=6
+            xs,
+            [math.nan if row.precision is None else row.precision for row in rows],
+            "o-",
+            color=colour,
+            lw=1.8,
+            ms=6,
         )
         dots = [
             (x, value)
@@ -67,7 +77,15 @@ def layer_precisions(report: LayerReport, ax: Axes) -> Axes:
             for name, value in row.precisions.items()
             if not name.endswith("bias")
         ]
-        ax.plot([x for x, _ in dots], [value for _, value in dots], ".", color=colour, alpha=0.45, ms=6, zorder=1)
+        ax.plot(
+            [x for x, _ in dots],
+            [value for _, value in dots],
+            ".",
+            color=colour,
+            alpha=0.45,
+            ms=6,
+            zorder=1,
+        )
     ax.set(ylabel="prior precision\n(large: the path is switched off)", yscale="log")
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)
@@ -78,14 +96,19 @@ def _kind_colours(report: LayerReport) -> dict[str, str]:
     kinds = dict.fromkeys(row.kind for row in report.rows)
     others = [kind for kind in kinds if kind not in KINDS]
     spare = [colour for colour in COLOURS if colour not in KINDS.values()]
-    return {kind: KINDS[kind] if kind in KINDS else spare[others.index(kind) % len(spare)] for kind in kinds}
+    return {
+        kind: KINDS[kind] if kind in KINDS else spare[others.index(kind) % len(spare)]
+        for kind in kinds
+    }
 
 
 def _over_layers(report: LayerReport, colours: Mapping[str, str], ax: Axes, marker: str) -> Axes:
     """Name the layers below, and the kinds of paths beside."""
     names = [place or "model" for place in report.places]
     crowded = sum(map(len, names)) > 80
-    ax.set_xticks(range(len(names)), names, rotation=45 if crowded else 0, ha="right" if crowded else "center")
+    ax.set_xticks(
+        range(len(names)), names, rotation=45 if crowded else 0, ha="right" if crowded else "center"
+    )
     ax.set_xlim(-0.6, len(names) - 0.4)
     for kind, colour in reversed(colours.items()):  # the last is on top of the bars
         ax.plot([], [], marker, color=colour, ms=8, label=kind)

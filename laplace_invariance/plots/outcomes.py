@@ -35,10 +35,14 @@ def accuracies(table: Mapping[str, Mapping[str, float]], ax: Axes) -> Axes:
     width = 0.8 / len(methods)
     for i, method in enumerate(methods):
         places = [
-            (k + (i + 0.5) * width - 0.4, 100 * row[method]) for k, row in enumerate(table.values()) if method in row
+            (k + (i + 0.5) * width - 0.4, 100 * row[method])
+            for k, row in enumerate(table.values())
+            if method in row
         ]
         xs, heights = zip(*places, strict=True)
-        bars = ax.bar(xs, heights, width=0.92 * width, color=COLOURS[i % len(COLOURS)], label=method)
+        bars = ax.bar(
+            xs, heights, width=0.92 * width, color=COLOURS[i % len(COLOURS)], label=method
+        )
         ax.bar_label(bars, fmt="%.1f", fontsize="small", padding=1)
     ax.set_xticks(range(len(table)), [kind.replace("_", " ") for kind in table])
     ax.tick_params(axis="x", length=0)
@@ -55,15 +59,24 @@ def probability_by_angle(
     for name, values in zip(names, probabilities.T, strict=True):
         ax.plot(degrees, values, label=name)
     for sign in (-1, 1):
-        ax.axvline(sign * true_degrees, color="k", ls="--", lw=1, label="true range" if sign > 0 else None)
-    ax.set(xlabel="turned by (degrees)", ylabel="mean predicted probability", xlim=(-180, 180), ylim=(0, 1.35))
+        ax.axvline(
+            sign * true_degrees, color="k", ls="--", lw=1, label="true range" if sign > 0 else None
+        )
+    ax.set(
+        xlabel="turned by (degrees)",
+        ylabel="mean predicted probability",
+        xlim=(-180, 180),
+        ylim=(0, 1.35),
+    )
     ax.set_xticks(range(-180, 181, 60))
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
     ax.legend(loc="upper center", fontsize="small")
     return ax
 
 
-def bound_by_range(bounds: Mapping[str, Sequence[tuple[float, float]]], truth: float, ax: Axes) -> Axes:
+def bound_by_range(
+    bounds: Mapping[str, Sequence[tuple[float, float]]], truth: float, ax: Axes
+) -> Axes:
     """Plot lower bounds on the evidence against ranges: of those that were fixed as a line, of learnt ones as dots.
 
     Args:
@@ -75,12 +88,19 @@ def bound_by_range(bounds: Mapping[str, Sequence[tuple[float, float]]], truth: f
         pairs = sorted(bounds.get(method, ()))
         ax.plot([x for x, _ in pairs], [y for _, y in pairs], style, color=colour, label=method)
     ax.axvline(truth, color="k", ls="--", lw=1, label="true")
-    ax.set(xlabel="rotation, ± degrees", ylabel="ELBO per datum", xlim=(-4, 184), xticks=range(0, 181, 45))
+    ax.set(
+        xlabel="rotation, ± degrees",
+        ylabel="ELBO per datum",
+        xlim=(-4, 184),
+        xticks=range(0, 181, 45),
+    )
     ax.legend(loc="best", fontsize="small")
     return ax
 
 
-def invariances(report: InvarianceReport, axes: Sequence[Axes], floor: float = 1e-6) -> Sequence[Axes]:
+def invariances(
+    report: InvarianceReport, axes: Sequence[Axes], floor: float = 1e-6
+) -> Sequence[Axes]:
     """Draw the three measures of invariance on logarithmic scales, saliency as 1 - similarity, one mark per data set.
 
     Args:
@@ -91,10 +111,17 @@ def invariances(report: InvarianceReport, axes: Sequence[Axes], floor: float = 1
     names = list(report.rows)
     kinds = dict.fromkeys(where for found in report.rows.values() for where in found)
     for ax, measure, title in zip(
-        axes, ("predictive", "logit", "saliency"), ("predictive", "logit", "1 - saliency"), strict=True
+        axes,
+        ("predictive", "logit", "saliency"),
+        ("predictive", "logit", "1 - saliency"),
+        strict=True,
     ):
         for i, where in enumerate(kinds):
-            places = [(x, report.rows[name][where]) for x, name in enumerate(names) if where in report.rows[name]]
+            places = [
+                (x, report.rows[name][where])
+                for x, name in enumerate(names)
+                if where in report.rows[name]
+            ]
             values = [getattr(one, measure) for _, one in places]
             values = [max(1 - value if measure == "saliency" else value, floor) for value in values]
             xs = [x + 0.16 * (i - (len(kinds) - 1) / 2) for x, _ in places]

@@ -25,7 +25,9 @@ __all__ = [
 ]
 
 
-def learnt_range(epochs: Sequence[float], values: Tensor, truth: float | None, ax: Axes, ylabel: str = "range") -> Axes:
+def learnt_range(
+    epochs: Sequence[float], values: Tensor, truth: float | None, ax: Axes, ylabel: str = "range"
+) -> Axes:
     """Plot magnitudes of one hyperparameter over epochs, with the true one dashed."""
     ax.plot(epochs, values, label="learnt")
     if truth is not None:
@@ -36,7 +38,10 @@ def learnt_range(epochs: Sequence[float], values: Tensor, truth: float | None, a
 
 
 def ranges_over_epochs(
-    epochs: Sequence[float], values: Mapping[str, Sequence[float]], truth: Mapping[str, float] | None, ax: Axes
+    epochs: Sequence[float],
+    values: Mapping[str, Sequence[float]],
+    truth: Mapping[str, float] | None,
+    ax: Axes,
 ) -> Axes:
     """Plot the ranges of several transformations over epochs, each with its true value dashed in the same colour.
 
@@ -51,11 +56,16 @@ def ranges_over_epochs(
     wanted = list(values) if truth is None else [name for name in values if truth.get(name)]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(values)}
     for name in [*wanted, *(name for name in values if name not in wanted)]:
-        style: dict[str, Any] = {"lw": 2} if name in wanted else {"lw": 1, "alpha": 0.65, "zorder": 1}
+        style: dict[str, Any] = (
+            {"lw": 2} if name in wanted else {"lw": 1, "alpha": 0.65, "zorder": 1}
+        )
         ax.plot(epochs, values[name], color=colours[name], label=name.replace("_", " "), **style)
     if truth is not None and wanted:
         _dash({name: truth[name] for name in wanted}, colours, ax)
-    ax.set(xlabel="epoch", ylabel="range: rotation in radians, translation\nin half-widths, scale in log factors")
+    ax.set(
+        xlabel="epoch",
+        ylabel="range: rotation in radians, translation\nin half-widths, scale in log factors",
+    )
     ax.set_ylim(bottom=0)
     return legend_beside(ax)
 
@@ -64,12 +74,17 @@ def _dash(truth: Mapping[str, float], colours: Mapping[str, str], ax: Axes) -> N
     """Dash true values; one that several share is dashed in their colours in turn."""
     for name, value in truth.items():
         sharing = [other for other in truth if truth[other] == value]
-        dashes = (8 * sharing.index(name), (6, 8 * len(sharing) - 6))  # where to start, (drawn, left out)
+        dashes = (
+            8 * sharing.index(name),
+            (6, 8 * len(sharing) - 6),
+        )  # where to start, (drawn, left out)
         ax.axhline(value, color=colours[name], ls=dashes, lw=1.2, zorder=1)
     ax.plot([], [], color="k", ls="--", lw=1.2, label="true value")
 
 
-def ranges_from_starts(curves: Mapping[str, Sequence[Sequence[float]]], truth: float, ax: Axes) -> Axes:
+def ranges_from_starts(
+    curves: Mapping[str, Sequence[Sequence[float]]], truth: float, ax: Axes
+) -> Axes:
     """Plot a range over epochs, from several starts, with the true one dashed.
 
     Args:
@@ -79,7 +94,13 @@ def ranges_from_starts(curves: Mapping[str, Sequence[Sequence[float]]], truth: f
     """
     for i, (method, runs) in enumerate(curves.items()):
         for k, values in enumerate(runs):
-            ax.plot(range(len(values)), values, color=COLOURS[i], ls=("-", ":")[i % 2], label=None if k else method)
+            ax.plot(
+                range(len(values)),
+                values,
+                color=COLOURS[i],
+                ls=("-", ":")[i % 2],
+                label=None if k else method,
+            )
     ax.axhline(truth, color="k", ls="--", lw=1, label="true")
     ax.set(xlabel="epoch", ylabel="rotation, ± degrees", ylim=(-4, 184), yticks=range(0, 181, 45))
     ax.legend(loc="best", fontsize="small")
@@ -106,7 +127,9 @@ def evidence_terms(epochs: Sequence[float], terms: Mapping[str, Sequence[float]]
     """
     for i, (name, values) in enumerate(terms.items()):
         style: dict[str, Any] = (
-            {"color": "k", "lw": 2.2} if i == 0 else {"color": COLOURS[(i - 1) % len(COLOURS)], "lw": 1.4}
+            {"color": "k", "lw": 2.2}
+            if i == 0
+            else {"color": COLOURS[(i - 1) % len(COLOURS)], "lw": 1.4}
         )
         ax.plot(epochs, values, label=name, **style)
     ax.axhline(0, color="0.8", lw=0.8, zorder=0)
@@ -130,7 +153,9 @@ def errors(curves: Mapping[str, Sequence[float]], label: str, ax: Axes) -> Axes:
     return ax
 
 
-def spectra(epochs: Sequence[float], found: Sequence[JacobianSpectrum], ax: Axes, floor: float = 1e-3) -> Axes:
+def spectra(
+    epochs: Sequence[float], found: Sequence[JacobianSpectrum], ax: Axes, floor: float = 1e-3
+) -> Axes:
     """Plot singular values of the input-output Jacobian over epochs, and the reaction along orbits, which is 0 if invariant.
 
     Args:
@@ -141,7 +166,14 @@ def spectra(epochs: Sequence[float], found: Sequence[JacobianSpectrum], ax: Axes
     """
     for i, values in enumerate(zip(*(one.singular_values for one in found), strict=True)):
         label = None if i else "singular values"
-        ax.plot(epochs, [max(value, floor) for value in values], color=COLOURS[0], lw=1, alpha=0.6, label=label)
+        ax.plot(
+            epochs,
+            [max(value, floor) for value in values],
+            color=COLOURS[0],
+            lw=1,
+            alpha=0.6,
+            label=label,
+        )
     orbit = [max(one.orbit, floor) for one in found]
     ax.plot(epochs, orbit, color=COLOURS[1], lw=2.2, ls="--", label="along orbits")
     ax.set(xlabel="epoch", ylabel="change of output over change of input", yscale="log")

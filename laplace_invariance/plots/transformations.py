@@ -35,7 +35,13 @@ def shapes(points: Tensor, labels: Tensor, ax: Axes, columns: int = 6) -> Axes:
 
 @torch.no_grad()
 def samples(
-    augmentation: Augmentation, images: Tensor, n_samples: int, ax: Axes, title: str = "", *, seed: int = 0
+    augmentation: Augmentation,
+    images: Tensor,
+    n_samples: int,
+    ax: Axes,
+    title: str = "",
+    *,
+    seed: int = 0,
 ) -> Axes:
     """Draw images, one per row, and beside each some samples of it under the augmentation.
 
@@ -48,7 +54,9 @@ def samples(
         seed: of the draws, so that pictures can be repeated.
     """
     if images.ndim != 4 or images.shape[1] not in (1, 3):
-        raise ValueError(f"samples draws images [n, 1 or 3, height, width], got shape {list(images.shape)}")
+        raise ValueError(
+            f"samples draws images [n, 1 or 3, height, width], got shape {list(images.shape)}"
+        )
     draws = augmentation.sample(len(images), n_samples, torch.Generator().manual_seed(seed))
     tiles = torch.cat([images.unsqueeze(1), augmentation.apply(images, draws)], dim=1)
     rows, columns, _, height, width = tiles.shape
@@ -58,7 +66,12 @@ def samples(
         ax.axvline(i * width - 0.5, color="w", lw=5 if i == 1 else 1)
     for i in range(1, rows):
         ax.axhline(i * height - 0.5, color="w", lw=1)
-    below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center", "va": "top"}
+    below: dict[str, Any] = {
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "ha": "center",
+        "va": "top",
+    }
     for text, centre in (("original", 0.5), ("samples", (columns + 1) / 2)):
         ax.annotate(text, (centre / columns, 0), (0, -4), fontsize="small", **below)
     ax.set(xticks=[], yticks=[], title=title)
@@ -82,16 +95,24 @@ def flow(augmentation: LieGroup, ax: Axes, n_paths: int = 24, n_points: int = 5)
     """
     generators = getattr(augmentation, "generators", None)
     if generators is None or generators.shape[-1] != 3:
-        found = type(augmentation).__name__ if generators is None else f"matrices {list(generators.shape[-2:])}"
+        found = (
+            type(augmentation).__name__
+            if generators is None
+            else f"matrices {list(generators.shape[-2:])}"
+        )
         raise ValueError(f"flow draws affine groups of the plane, matrices [3, 3], got {found}")
     coefficients = augmentation.coefficients(augmentation.fixed(n_paths)[0])
     # a little off the centre, so that a rotation takes no point to another, and how far each goes is seen
-    grid = torch.cartesian_prod(torch.linspace(-1, 0.85, n_points), torch.linspace(-0.9, 0.95, n_points))
+    grid = torch.cartesian_prod(
+        torch.linspace(-1, 0.85, n_points), torch.linspace(-0.9, 0.95, n_points)
+    )
     grid = grid.to(coefficients)
     paths = _paths(coefficients, generators, grid).cpu()
     for (x, y), lines in zip(grid.tolist(), paths, strict=True):
         colour = colorsys.hsv_to_rgb(math.atan2(y, x) / (2 * math.pi) % 1, 1.0, 0.75)
-        ax.plot(lines[..., 0], lines[..., 1], color=colour, lw=1.5, alpha=0.2, solid_capstyle="butt")
+        ax.plot(
+            lines[..., 0], lines[..., 1], color=colour, lw=1.5, alpha=0.2, solid_capstyle="butt"
+        )
         ax.plot(x, y, "o", color=colour, mec="k", mew=0.8, ms=5, zorder=4)
     ax.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color="k", lw=1, zorder=3)
     ax.set(xlabel="x (half-widths)", ylabel="y (half-widths)")
@@ -106,8 +127,12 @@ def flow(augmentation: LieGroup, ax: Axes, n_paths: int = 24, n_points: int = 5)
 def _paths(coefficients: Tensor, generators: Tensor, points: Tensor, n_times: int = 33) -> Tensor:
     """Return ``exp(t c.G) p`` as ``[points, times, paths, 2]`` for coefficients ``[paths, k]`` and points ``[points, 2]``."""
     times = torch.linspace(0, 1, n_times).to(coefficients)
-    maps = torch.linalg.matrix_exp(torch.einsum("t,ck,kij->tcij", times, coefficients, generators))[..., :2, :]
-    return torch.einsum("tcij,pj->ptci", maps, torch.cat([points, torch.ones_like(points[:, :1])], dim=1))
+    maps = torch.linalg.matrix_exp(torch.einsum("t,ck,kij->tcij", times, coefficients, generators))[
+        ..., :2, :
+    ]
+    return torch.einsum(
+        "tcij,pj->ptci", maps, torch.cat([points, torch.ones_like(points[:, :1])], dim=1)
+    )
 
 
 def filter_bank(filters: Tensor, ax: Axes) -> Axes:
@@ -119,7 +144,9 @@ def filter_bank(filters: Tensor, ax: Axes) -> Axes:
         ax: to draw on.
     """
     if filters.ndim != 5:
-        raise ValueError(f"filter_bank draws [rows, samples, channels, height, width], got shape {list(filters.shape)}")
+        raise ValueError(
+            f"filter_bank draws [rows, samples, channels, height, width], got shape {list(filters.shape)}"
+        )
     tiles = torch.nn.functional.pad(filters.mean(2), (1, 1, 1, 1), value=math.nan).cpu()
     size = filters.abs().max().item()
     mosaic = tiles.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)

@@ -48,9 +48,13 @@ def test_identity_at_zero(augmentation, shape):
 def test_affine_image_equals_affine_grid():
     augmentation = li.AffineImage(init=[0.1, -0.2, 0.3, 0.15, -0.25, 0.05])
     x, draws = torch.randn(IMAGES), torch.rand(3, 4, 6) * 2 - 1
-    maps = torch.linalg.matrix_exp(torch.einsum("nsk,kij->nsij", draws * augmentation.eta, augmentation.generators))
+    maps = torch.linalg.matrix_exp(
+        torch.einsum("nsk,kij->nsij", draws * augmentation.eta, augmentation.generators)
+    )
     grid = F.affine_grid(maps.flatten(0, 1)[:, :2].detach(), (12, *IMAGES[1:]), align_corners=True)
-    expected = F.grid_sample(x.repeat_interleave(4, 0), grid, align_corners=True).view(3, 4, *IMAGES[1:])
+    expected = F.grid_sample(x.repeat_interleave(4, 0), grid, align_corners=True).view(
+        3, 4, *IMAGES[1:]
+    )
     torch.testing.assert_close(augmentation.apply(x, draws), expected)
 
 
@@ -68,11 +72,13 @@ def test_image_signs_are_those_of_the_documentation():
 def test_points_rotate_counter_clockwise_and_scale():
     rotation = li.AffinePoints(init={"rotation": math.pi / 2})
     torch.testing.assert_close(
-        rotation.apply(torch.tensor([[1.0, 0.0]]), unit(rotation, "rotation"))[0, 0], torch.tensor([0.0, 1.0])
+        rotation.apply(torch.tensor([[1.0, 0.0]]), unit(rotation, "rotation"))[0, 0],
+        torch.tensor([0.0, 1.0]),
     )
     scale = li.AffinePoints(init={"x_scale": math.log(2)})
     torch.testing.assert_close(
-        scale.apply(torch.tensor([[3.0, 1.0]]), unit(scale, "x_scale"))[0, 0], torch.tensor([6.0, 1.0])
+        scale.apply(torch.tensor([[3.0, 1.0]]), unit(scale, "x_scale"))[0, 0],
+        torch.tensor([6.0, 1.0]),
     )
     about_z = li.AffinePoints(3, init={"z_rotation": math.pi / 2})
     rotated = about_z.apply(torch.tensor([[1.0, 0.0, 5.0]]), unit(about_z, "z_rotation"))
@@ -88,14 +94,18 @@ def test_three_dimensional_generators_are_twelve_and_independent():
 def test_draws_replay_and_are_fresh():
     augmentation = li.AffinePoints(init=0.5)
     x, draws = torch.randn(4, 2), augmentation.sample(4, 3)
-    torch.testing.assert_close(augmentation.apply(x, draws), augmentation.apply(x, draws), rtol=0, atol=0)
+    torch.testing.assert_close(
+        augmentation.apply(x, draws), augmentation.apply(x, draws), rtol=0, atol=0
+    )
     assert not torch.equal(draws, augmentation.sample(4, 3))
     assert not torch.equal(draws[0], draws[1])
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
     assert torch.equal(*(augmentation.sample(4, 3, generator) for generator in generators))
 
 
-@pytest.mark.parametrize("augmentation", [li.AffineImage(init=0.3), li.FiniteGroup("flips", init=1.0)])
+@pytest.mark.parametrize(
+    "augmentation", [li.AffineImage(init=0.3), li.FiniteGroup("flips", init=1.0)]
+)
 def test_a_call_is_recorded_and_replayed(augmentation):
     from laplace_invariance.draws import recording, replaying
 
@@ -112,7 +122,9 @@ def test_draws_are_uniform(draws):
     sample = li.AffineImage(draws=draws).sample(4000, 4)
     assert sample.abs().max() <= 1
     torch.testing.assert_close(sample.mean((0, 1)), torch.zeros(6), atol=0.02, rtol=0)
-    torch.testing.assert_close(sample.square().mean((0, 1)), torch.full((6,), 1 / 3), atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        sample.square().mean((0, 1)), torch.full((6,), 1 / 3), atol=0.02, rtol=0
+    )
 
 
 @pytest.mark.parametrize("n_samples", [1, 5, 8])
@@ -120,7 +132,9 @@ def test_sobol_has_one_draw_in_each_part_of_every_axis(n_samples):
     augmentation = li.AffineImage(draws="sobol")
     draws = torch.cat([augmentation.sample(50, n_samples), augmentation.fixed(n_samples)])
     parts = ((draws + 1) / 2 * n_samples).floor().long()
-    assert torch.equal(parts.sort(1).values, torch.arange(n_samples).view(1, -1, 1).expand_as(parts))
+    assert torch.equal(
+        parts.sort(1).values, torch.arange(n_samples).view(1, -1, 1).expand_as(parts)
+    )
 
 
 def test_sobol_is_even_in_two_dimensions():
@@ -136,7 +150,9 @@ def test_sobol_is_even_in_two_dimensions():
 def test_sobol_mean_has_the_variance_of_stratified_draws(n_samples):
     """Of one uniform draw it is 1/3; of the mean of one draw in each of n parts, 1 / (3 n^3)."""
     means = li.AffineImage(draws="sobol").sample(20000, n_samples).mean(1)
-    torch.testing.assert_close(means.var(0), torch.full((6,), 1 / 3 / n_samples**3), rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        means.var(0), torch.full((6,), 1 / 3 / n_samples**3), rtol=0.05, atol=0
+    )
 
 
 def test_fixed_draws_of_one_sample_are_the_identity():
@@ -189,7 +205,9 @@ def test_constraints_start_at_init_and_stay_in_range(constraint):
 
 @pytest.mark.parametrize("constraint", [None, "softplus", "tanh"])
 def test_what_is_not_learnt_stays_at_init(constraint):
-    augmentation = li.AffineImage(init={"rotation": 0.3, "shear": -0.2}, learn="rotation", constraint=constraint)
+    augmentation = li.AffineImage(
+        init={"rotation": 0.3, "shear": -0.2}, learn="rotation", constraint=constraint
+    )
     expected = torch.tensor([0, 0, 0.3, 0, 0, -0.2])
     torch.testing.assert_close(augmentation.half_widths(), expected)
 
@@ -249,11 +267,20 @@ def test_finite_group_elements_and_weights():
         (lambda: li.FiniteGroup(init=-1), "between 0"),
         (lambda: li.FiniteGroup(init=1.5), "full invariance"),
         (lambda: li.AffineImage().sample(3, 0), "positive integer"),
-        (lambda: li.AffineImage().apply(torch.randn(IMAGES), torch.zeros(3, 4, 5)), r"\[n or 1, n_samples, 6\]"),
+        (
+            lambda: li.AffineImage().apply(torch.randn(IMAGES), torch.zeros(3, 4, 5)),
+            r"\[n or 1, n_samples, 6\]",
+        ),
         (lambda: li.AffineImage().apply(torch.randn(IMAGES), torch.zeros(2, 4, 6)), "n = 3 inputs"),
-        (lambda: li.AffineImage().apply(torch.randn(3, 7, 5), torch.zeros(3, 4, 6)), "channels, height, width"),
+        (
+            lambda: li.AffineImage().apply(torch.randn(3, 7, 5), torch.zeros(3, 4, 6)),
+            "channels, height, width",
+        ),
         (lambda: li.AffinePoints().apply(torch.randn(3, 3), torch.zeros(3, 4, 6)), r"\[n, 2\]"),
-        (lambda: li.FiniteGroup().apply(torch.randn(IMAGES), torch.zeros(1, 6).long()), "square images"),
+        (
+            lambda: li.FiniteGroup().apply(torch.randn(IMAGES), torch.zeros(1, 6).long()),
+            "square images",
+        ),
     ],
 )
 def test_bad_input_is_refused(build, match):

@@ -34,12 +34,28 @@ def sobol_pair():
 AUGMENTATIONS = {
     "colour": (lambda **kw: Colour(**{"init": [0.3, -0.4, 0.5], **kw}), IMAGES),
     "zeros": (lambda **kw: Sequence(**{"init": [0.3, -0.4], **kw}), SIGNALS),
-    "circular": (lambda **kw: Sequence(**{"init": [0.3, -0.4], "padding": "circular", **kw}), SIGNALS),
-    "images": (lambda **kw: Compose(Colour(**{"init": 0.3, **kw}), AffineImage(**{"init": 0.2, **kw})), IMAGES),
-    "points": (lambda **kw: Compose(AffinePoints(**{"init": 0.3, **kw}), AffinePoints(**{"init": 0.2, **kw})), POINTS),
-    "signals": (lambda **kw: Compose(Sequence(**{"init": 0.3, **kw}), Sequence(**{"init": 0.1, **kw})), SIGNALS),
+    "circular": (
+        lambda **kw: Sequence(**{"init": [0.3, -0.4], "padding": "circular", **kw}),
+        SIGNALS,
+    ),
+    "images": (
+        lambda **kw: Compose(Colour(**{"init": 0.3, **kw}), AffineImage(**{"init": 0.2, **kw})),
+        IMAGES,
+    ),
+    "points": (
+        lambda **kw: Compose(
+            AffinePoints(**{"init": 0.3, **kw}), AffinePoints(**{"init": 0.2, **kw})
+        ),
+        POINTS,
+    ),
+    "signals": (
+        lambda **kw: Compose(Sequence(**{"init": 0.3, **kw}), Sequence(**{"init": 0.1, **kw})),
+        SIGNALS,
+    ),
 }
-every_augmentation = pytest.mark.parametrize(("make", "shape"), AUGMENTATIONS.values(), ids=AUGMENTATIONS)
+every_augmentation = pytest.mark.parametrize(
+    ("make", "shape"), AUGMENTATIONS.values(), ids=AUGMENTATIONS
+)
 
 
 @every_augmentation
@@ -47,8 +63,12 @@ every_augmentation = pytest.mark.parametrize(("make", "shape"), AUGMENTATIONS.va
 def test_identity_at_zero(make, shape, options):
     augmentation, x = make(init=0.0, **options), torch.rand(shape)
     expected = x.unsqueeze(1).expand(-1, SAMPLES, *shape[1:])
-    exact = {} if isinstance(augmentation, Compose) else {"rtol": 0, "atol": 0}  # linspace rounds in AffineImage
-    torch.testing.assert_close(augmentation.apply(x, augmentation.sample(len(x), SAMPLES)), expected, **exact)
+    exact = (
+        {} if isinstance(augmentation, Compose) else {"rtol": 0, "atol": 0}
+    )  # linspace rounds in AffineImage
+    torch.testing.assert_close(
+        augmentation.apply(x, augmentation.sample(len(x), SAMPLES)), expected, **exact
+    )
     torch.testing.assert_close(augmentation(x), x, **exact)
 
 
@@ -87,7 +107,9 @@ def test_follows_the_dtype_of_the_input(make, shape):
     draws = augmentation.sample(len(x), SAMPLES)
     samples = augmentation.apply(x, draws)
     assert samples.dtype == torch.float32
-    torch.testing.assert_close(samples, augmentation.apply(x.double(), draws).float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        samples, augmentation.apply(x.double(), draws).float(), rtol=1e-4, atol=1e-4
+    )
     assert augmentation.float()(x).dtype == torch.float32
 
 
@@ -137,7 +159,9 @@ def test_images_of_one_channel_have_brightness_and_contrast_only():
 
 
 def test_ranges_of_colour_speak_in_units():
-    words = Colour(init={"brightness": math.log(1.25), "contrast": -math.log(2), "hue": math.pi / 6}).ranges()
+    words = Colour(
+        init={"brightness": math.log(1.25), "contrast": -math.log(2), "hue": math.pi / 6}
+    ).ranges()
     assert words == {
         "brightness": "factor 0.80 to 1.25", "contrast": "factor 0.50 to 2.00", "hue": "±30.0 degrees"
     }  # fmt: skip
@@ -199,7 +223,11 @@ def test_ranges_of_sequence_speak_in_units():
 
 @pytest.mark.parametrize("same_draws", [False, True])
 def test_composition_applies_one_after_the_other(same_draws):
-    first, second, third = AffineImage(init=0.3), Colour(init=0.4), AffineImage(init={"rotation": 1.0})
+    first, second, third = (
+        AffineImage(init=0.3),
+        Colour(init=0.4),
+        AffineImage(init={"rotation": 1.0}),
+    )
     composed, x = Compose(first, second, third), torch.rand(IMAGES)
     draws = composed.sample(1 if same_draws else len(x), SAMPLES)
     for s in range(SAMPLES):
@@ -211,15 +239,27 @@ def test_composition_applies_one_after_the_other(same_draws):
 
 
 def test_the_order_matters():
-    move, turn = AffinePoints(init={"x_translation": 1.0}), AffinePoints(init={"rotation": math.pi / 2})
+    move, turn = (
+        AffinePoints(init={"x_translation": 1.0}),
+        AffinePoints(init={"rotation": math.pi / 2}),
+    )
     origin, draws = torch.zeros(1, 2), torch.ones(1, 1, 12)
-    torch.testing.assert_close(Compose(move, turn).apply(origin, draws)[0, 0], torch.tensor([0.0, 1.0]))
-    torch.testing.assert_close(Compose(turn, move).apply(origin, draws)[0, 0], torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(
+        Compose(move, turn).apply(origin, draws)[0, 0], torch.tensor([0.0, 1.0])
+    )
+    torch.testing.assert_close(
+        Compose(turn, move).apply(origin, draws)[0, 0], torch.tensor([1.0, 0.0])
+    )
 
 
 def test_lists_and_compositions_are_flattened():
     a, b, c = AffineImage(), Colour(), AffineImage()
-    for composed in (Compose(a, b, c), Compose([a, b, c]), Compose(Compose(a, b), c), Compose((a, Compose([b, c])))):
+    for composed in (
+        Compose(a, b, c),
+        Compose([a, b, c]),
+        Compose(Compose(a, b), c),
+        Compose((a, Compose([b, c]))),
+    ):
         assert list(composed.parts) == [a, b, c]
 
 
@@ -227,12 +267,16 @@ def test_lists_and_compositions_are_flattened():
 def test_parts_are_drawn_for_together(draws):
     parts = [AffineImage(init=0.1, draws=draws), AffineImage(init=0.1, draws=draws)]
     composed = Compose(parts)
-    torch.testing.assert_close(parts[0].fixed(16), parts[1].fixed(16))  # so the parts' own columns will not do
+    torch.testing.assert_close(
+        parts[0].fixed(16), parts[1].fixed(16)
+    )  # so the parts' own columns will not do
     for sample in (composed.fixed(16)[0], composed.sample(3, 16)[1]):
         order = sample.argsort(
             0
         ).T  # a shift would hide equal columns from a plain comparison; a rotated order would not
-        rotations = {tuple(column.roll(shift).tolist()) for column in order[1:] for shift in range(16)}
+        rotations = {
+            tuple(column.roll(shift).tolist()) for column in order[1:] for shift in range(16)
+        }
         assert tuple(order[0].tolist()) not in rotations
         assert len({tuple(column.tolist()) for column in order}) == 12
 
@@ -259,17 +303,29 @@ def test_composition_of_one_is_that_one(draws):
 
 def test_names_that_clash_are_numbered():
     composed = Compose(
-        AffineImage(init={"rotation": 0.5}), Colour(init={"hue": 0.25}), AffineImage(init={"rotation": 1})
+        AffineImage(init={"rotation": 0.5}),
+        Colour(init={"hue": 0.25}),
+        AffineImage(init={"rotation": 1}),
     )
     magnitudes = composed.magnitudes()
     assert tuple(magnitudes) == composed.names
-    assert (magnitudes["0.rotation"], magnitudes["hue"], magnitudes["2.rotation"]) == (0.5, 0.25, 1.0)
+    assert (magnitudes["0.rotation"], magnitudes["hue"], magnitudes["2.rotation"]) == (
+        0.5,
+        0.25,
+        1.0,
+    )
     assert composed.ranges()["2.rotation"] == f"±{math.degrees(1):.1f} degrees"
 
 
 def test_learning_steps_and_projects_every_part():
-    composed = Compose(AffineImage(init={"rotation": 3.1}), Colour(init={"hue": 3.1}, correlated=True))
-    assert [name for name, _ in named_hyperparameters(composed)] == ["parts.0.eta", "parts.1.eta", "parts.1.mixing"]
+    composed = Compose(
+        AffineImage(init={"rotation": 3.1}), Colour(init={"hue": 3.1}, correlated=True)
+    )
+    assert [name for name, _ in named_hyperparameters(composed)] == [
+        "parts.0.eta",
+        "parts.1.eta",
+        "parts.1.mixing",
+    ]
     with learning(composed, lr=1.0, optimizer=torch.optim.SGD) as learner, differentiable():
         (-sum(part.hyperparameter("eta").sum() for part in composed.parts)).backward()
     assert learner.steps == {"parts.0.eta": 1, "parts.1.eta": 1, "parts.1.mixing": 0}
@@ -281,7 +337,10 @@ def test_learning_steps_and_projects_every_part():
 
 
 def test_composition_survives_its_state_dict():
-    composed, other = Compose(AffineImage(init=0.3), Colour(init=0.2)), Compose(AffineImage(), Colour())
+    composed, other = (
+        Compose(AffineImage(init=0.3), Colour(init=0.2)),
+        Compose(AffineImage(), Colour()),
+    )
     other.load_state_dict(composed.state_dict())
     assert other.ranges() == composed.ranges()
 
@@ -297,12 +356,20 @@ def image_model(draws):
 
 
 def point_model(draws):
-    augmentation = Compose(AffinePoints(init=0.2, draws=draws), AffinePoints(init=0.3, constraint="tanh", draws=draws))
-    return augmentation, nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(11, 2)
+    augmentation = Compose(
+        AffinePoints(init=0.2, draws=draws), AffinePoints(init=0.3, constraint="tanh", draws=draws)
+    )
+    return (
+        augmentation,
+        nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)),
+        torch.randn(11, 2),
+    )
 
 
 def signal_model(draws):
-    augmentation = Compose(Sequence(init=0.2, padding="circular", draws=draws), Sequence(init=0.1, draws=draws))
+    augmentation = Compose(
+        Sequence(init=0.2, padding="circular", draws=draws), Sequence(init=0.1, draws=draws)
+    )
     return (
         augmentation,
         nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3)),
@@ -337,7 +404,10 @@ def test_gradient_of_the_evidence_equals_central_differences(make, draws):
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: Colour(learn="saturation"), "no generator 'saturation'; choose from brightness, contrast, hue"),
+        (
+            lambda: Colour(learn="saturation"),
+            "no generator 'saturation'; choose from brightness, contrast, hue",
+        ),
         (lambda: Colour()(torch.rand(2, 4, 7, 5)), r"\[n, 3, height, width\]"),
         (lambda: Colour()(torch.rand(3, 7, 5)), r"\[n, 3, height, width\]"),
         (lambda: Sequence(padding="reflect"), "unknown padding 'reflect'"),
@@ -350,7 +420,10 @@ def test_gradient_of_the_evidence_equals_central_differences(make, draws):
         (lambda: Compose(AffineImage(), Sequence()), "different kinds: AffineImage, Sequence"),
         (lambda: Compose(Colour()).sample(3, 0), "positive integer"),
         (lambda: Compose(Colour()).fixed(0), "positive integer"),
-        (lambda: sobol_pair().apply(torch.rand(IMAGES), torch.zeros(2, 4, 8)), r"\[n or 1, n_samples, 9\]"),
+        (
+            lambda: sobol_pair().apply(torch.rand(IMAGES), torch.zeros(2, 4, 8)),
+            r"\[n or 1, n_samples, 9\]",
+        ),
     ],
 )
 def test_bad_values_are_refused(build, match):
@@ -363,7 +436,10 @@ def test_bad_values_are_refused(build, match):
     [
         (lambda: Colour()(torch.zeros(IMAGES, dtype=torch.uint8)), "divide by 255"),
         (lambda: Sequence()(torch.zeros(SIGNALS, dtype=torch.long)), "floating point"),
-        (lambda: Compose(Colour(), FiniteGroup()), r"InvariantModel\(InvariantModel\(net, a\), b\)"),
+        (
+            lambda: Compose(Colour(), FiniteGroup()),
+            r"InvariantModel\(InvariantModel\(net, a\), b\)",
+        ),
         (lambda: Compose(nn.Identity()), r"Identity\(\) is not one"),
     ],
 )

@@ -44,7 +44,9 @@ def seeded(function, *arguments):
 
 
 def picture(mode="RGB"):
-    return v2.functional.to_pil_image(torch.randint(256, (len(mode), 7, 5), dtype=torch.uint8), mode)
+    return v2.functional.to_pil_image(
+        torch.randint(256, (len(mode), 7, 5), dtype=torch.uint8), mode
+    )
 
 
 def pixels(image):
@@ -112,7 +114,9 @@ def test_elements_of_a_group_come_by_their_weight():
     group = FiniteGroup("flips")
     group.eta.data.copy_(torch.tensor([0.5, 0.0, 0.25]))
     x = torch.arange(4.0).view(1, 2, 2)
-    first = group.to_transform()(x.expand(4000, 1, 2, 2))[:, 0, 0, 0].long()  # tells which element it was
+    first = group.to_transform()(x.expand(4000, 1, 2, 2))[
+        :, 0, 0, 0
+    ].long()  # tells which element it was
     shares = first.bincount(minlength=4) / 4000
     weights = group.magnitudes()
     expected = [weights["identity"], weights["horizontal_flip"], 0.0, weights["half_turn"]]
@@ -146,19 +150,29 @@ def test_colours_are_clamped():
     torch.testing.assert_close(moved, seeded(colour, x).clamp(0, 1))
     as_bytes = (255 * x).round().to(torch.uint8)
     expected = seeded(colour, as_bytes.float() / 255).clamp(0, 1)
-    torch.testing.assert_close(seeded(colour.to_transform(), as_bytes).float() / 255, expected, atol=0.51 / 255, rtol=0)
+    torch.testing.assert_close(
+        seeded(colour.to_transform(), as_bytes).float() / 255, expected, atol=0.51 / 255, rtol=0
+    )
     for augmentation in (colour, Compose(colour, AffineImage())):
-        with pytest.raises(ValueError, match=r"images in \[0, 1\], got values from -3.00 to 2.00; normalise after it"):
+        with pytest.raises(
+            ValueError,
+            match=r"images in \[0, 1\], got values from -3.00 to 2.00; normalise after it",
+        ):
             augmentation.to_transform()(torch.tensor([-3.0, 0.0, 2.0]).view(3, 1, 1))
     unbounded = seeded(AffineImage(init=0.3).to_transform(), 5 * x)
     torch.testing.assert_close(unbounded, 5 * seeded(AffineImage(init=0.3), x))
 
 
 def test_tv_images_stay_images():
-    transform, x = AffineImage(init=0.3).to_transform(), tv_tensors.Image(torch.randint(256, IMAGE, dtype=torch.uint8))
+    transform, x = (
+        AffineImage(init=0.3).to_transform(),
+        tv_tensors.Image(torch.randint(256, IMAGE, dtype=torch.uint8)),
+    )
     moved = seeded(transform, x)
     assert type(moved) is tv_tensors.Image
-    assert torch.equal(moved.as_subclass(torch.Tensor), seeded(transform, x.as_subclass(torch.Tensor)))
+    assert torch.equal(
+        moved.as_subclass(torch.Tensor), seeded(transform, x.as_subclass(torch.Tensor))
+    )
     assert type(transform(tv_tensors.Image(torch.rand(2, *IMAGE)))) is tv_tensors.Image
 
 
@@ -174,8 +188,12 @@ def test_pil_images_stay_pil_images(mode):
 # samples
 
 
-@pytest.mark.parametrize("make", [picture, lambda: tv_tensors.Image(torch.rand(IMAGE)), lambda: torch.rand(IMAGE)])
-@pytest.mark.parametrize("label", [3, "cat", torch.tensor(3), torch.tensor(0.5), torch.tensor([3, 4]), None])
+@pytest.mark.parametrize(
+    "make", [picture, lambda: tv_tensors.Image(torch.rand(IMAGE)), lambda: torch.rand(IMAGE)]
+)
+@pytest.mark.parametrize(
+    "label", [3, "cat", torch.tensor(3), torch.tensor(0.5), torch.tensor([3, 4]), None]
+)
 def test_labels_pass(make, label):
     transform, image = AffineImage(init=0.3).to_transform(), make()
     moved, same = transform(image, label)
@@ -206,7 +224,11 @@ def test_works_among_other_transforms():
 def test_masks_boxes_and_videos_are_refused():
     boxes = tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(7, 5))
     transform, image = AffineImage(init=0.3).to_transform(), torch.rand(IMAGE)
-    for other in (boxes, tv_tensors.Mask(torch.zeros(7, 5)), tv_tensors.Video(torch.zeros(2, *IMAGE))):
+    for other in (
+        boxes,
+        tv_tensors.Mask(torch.zeros(7, 5)),
+        tv_tensors.Video(torch.zeros(2, *IMAGE)),
+    ):
         with pytest.raises(TypeError, match=f"{type(other).__name__} is not supported"):
             transform(image, other)
 
@@ -273,7 +295,9 @@ class Digits(Dataset):
 
     def __init__(self, transform):
         self.image = PIL.Image.fromarray(torch.randint(256, (28, 28), dtype=torch.uint8).numpy())
-        self.transform = v2.Compose([transform, v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+        self.transform = v2.Compose(
+            [transform, v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        )
 
     def __len__(self):
         return 12
@@ -320,7 +344,10 @@ def test_torchvision_is_imported_by_the_export_only():
     found = {
         path.stem
         for path in folder.glob("*.py")
-        if any("torchvision" in name or name.endswith(".export") for name in imported(ast.parse(path.read_text()).body))
+        if any(
+            "torchvision" in name or name.endswith(".export")
+            for name in imported(ast.parse(path.read_text()).body)
+        )
     }
     assert found == {"export"}
 
@@ -334,15 +361,45 @@ class Doubling(LieGroup):
     ("call", "error", "match"),
     [
         (lambda: Doubling().to_transform(), ValueError, "set input_ndims"),
-        (lambda: AffineImage().to_transform()(torch.rand(7, 5)), ValueError, "3 dimensions, or of 4 with a batch"),
-        (lambda: AffinePoints().to_transform()(torch.rand(2, 5, 7, 2)), ValueError, "1 or 2 dimensions, or of 3 with"),
-        (lambda: AffineImage().to_transform()(torch.zeros(IMAGE).long()), TypeError, "nothing to transform"),
-        (lambda: Sequence().to_transform()(torch.zeros(SIGNAL).long()), TypeError, "floating-point tensors"),
-        (lambda: Sequence().to_transform()(torch.zeros(SIGNAL).byte()), TypeError, "floating-point tensors"),
-        (lambda: Sequence().to_transform()(picture()), TypeError, "Sequence does not transform images"),
-        (lambda: AffineImage().to_transform()(picture().convert("P")), TypeError, "got 'P'; convert"),
         (
-            lambda: AffineImage().to_transform()([tv_tensors.Image(torch.rand(n, *IMAGE)) for n in (2, 3)]),
+            lambda: AffineImage().to_transform()(torch.rand(7, 5)),
+            ValueError,
+            "3 dimensions, or of 4 with a batch",
+        ),
+        (
+            lambda: AffinePoints().to_transform()(torch.rand(2, 5, 7, 2)),
+            ValueError,
+            "1 or 2 dimensions, or of 3 with",
+        ),
+        (
+            lambda: AffineImage().to_transform()(torch.zeros(IMAGE).long()),
+            TypeError,
+            "nothing to transform",
+        ),
+        (
+            lambda: Sequence().to_transform()(torch.zeros(SIGNAL).long()),
+            TypeError,
+            "floating-point tensors",
+        ),
+        (
+            lambda: Sequence().to_transform()(torch.zeros(SIGNAL).byte()),
+            TypeError,
+            "floating-point tensors",
+        ),
+        (
+            lambda: Sequence().to_transform()(picture()),
+            TypeError,
+            "Sequence does not transform images",
+        ),
+        (
+            lambda: AffineImage().to_transform()(picture().convert("P")),
+            TypeError,
+            "got 'P'; convert",
+        ),
+        (
+            lambda: AffineImage().to_transform()(
+                [tv_tensors.Image(torch.rand(n, *IMAGE)) for n in (2, 3)]
+            ),
             ValueError,
             r"batches of \[2, 3\]",
         ),

@@ -24,12 +24,19 @@ def mlp():
 
 
 def cnn(bias=True):
-    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=bias), nn.Tanh(), nn.Flatten(), nn.Linear(60, 4, bias=bias))
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1, bias=bias),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(60, 4, bias=bias),
+    )
     return net, torch.randn(6, 2, 4, 5)
 
 
 def targets(n, likelihood, classes=4):
-    return torch.randint(classes, (n,)) if likelihood == "classification" else torch.randn(n, classes)
+    return (
+        torch.randint(classes, (n,)) if likelihood == "classification" else torch.randn(n, classes)
+    )
 
 
 def product(factors):
@@ -68,7 +75,9 @@ def test_equals_stock_without_samples(engine, kind, stock, structure, likelihood
     net, x = mlp()
     y = targets(6, likelihood)
     model = li.InvariantModel(net, li.AffinePoints(), n_samples=1) if invariant else net
-    loss, actual = curvature(getattr(li.curvature, f"{engine}Augmented{kind}"), model, likelihood, structure, x, y)
+    loss, actual = curvature(
+        getattr(li.curvature, f"{engine}Augmented{kind}"), model, likelihood, structure, x, y
+    )
     expected_loss, expected = curvature(stock, net, likelihood, structure, x, y)
     torch.testing.assert_close(loss, expected_loss)
     torch.testing.assert_close(actual, expected)
@@ -80,7 +89,8 @@ def test_where_stock_backends_differ_on_convolutions(likelihood):
     net, x = cnn()
     y = targets(6, likelihood)
     results = {
-        b: curvature(b, net, likelihood, "kron", x, y)[1] for b in (AugmentedGGN, CurvlinopsGGN, BackPackGGN, AsdlGGN)
+        b: curvature(b, net, likelihood, "kron", x, y)[1]
+        for b in (AugmentedGGN, CurvlinopsGGN, BackPackGGN, AsdlGGN)
     }
     ours = results[AugmentedGGN]
     for same in (CurvlinopsGGN, AsdlGGN):
@@ -94,7 +104,9 @@ def test_where_stock_backends_differ_on_convolutions(likelihood):
 
 
 def test_expand_over_sequence_positions_equals_curvlinops():
-    net = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(35, 4, bias=False))
+    net = nn.Sequential(
+        nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(35, 4, bias=False)
+    )
     x, y = torch.randn(6, 7, 3), targets(6, "classification")
     _, ours = curvature(AugmentedGGN, net, "classification", "kron", x, y)
     _, stock = curvature(CurvlinopsGGN, net, "classification", "kron", x, y)
@@ -102,7 +114,9 @@ def test_expand_over_sequence_positions_equals_curvlinops():
 
 
 def test_reduce_equals_curvlinops():
-    net = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(18, 4, bias=False))
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(18, 4, bias=False)
+    )
     x, y = torch.randn(6, 2, 4, 5), targets(6, "classification")
     _, ours = AugmentedGGN(net, "classification", kfac_approx="reduce").kron(x, y, N=N)
     _, stock = CurvlinopsGGN(net, "classification").kron(x, y, N=N, kfac_approx="reduce")
@@ -110,7 +124,9 @@ def test_reduce_equals_curvlinops():
 
 
 def test_grouped_convolution_is_closer_to_the_ggn_than_averaging_groups():
-    net = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4))
+    net = nn.Sequential(
+        nn.Conv2d(4, 6, 3, groups=2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)
+    )
     x, y = torch.randn(6, 4, 4, 5), targets(6, "classification")
     dense = ggn(net, net(x), "classification")[:108, :108]
 
@@ -134,7 +150,9 @@ def dense_twin(model, x, likelihood, y):
 
 
 def invariant(net, n_samples=5, init=0.4):
-    return li.InvariantModel(net, li.AffinePoints(init=init), n_samples, generator=torch.Generator())
+    return li.InvariantModel(
+        net, li.AffinePoints(init=init), n_samples, generator=torch.Generator()
+    )
 
 
 def test_exact_for_one_linear_layer():
@@ -156,13 +174,17 @@ def test_exact_for_one_datum_with_equal_samples(likelihood):
 
 def test_exact_for_a_deep_linear_network_with_gaussian_likelihood():
     net = nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 7), nn.Linear(7, 3))
-    actual, expected = dense_twin(invariant(net), torch.randn(6, 2), "regression", torch.randn(6, 3))
+    actual, expected = dense_twin(
+        invariant(net), torch.randn(6, 2), "regression", torch.randn(6, 3)
+    )
     torch.testing.assert_close(actual, expected)
 
 
 def test_not_exact_elsewhere():
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
-    actual, expected = dense_twin(invariant(net), torch.randn(6, 2), "regression", torch.randn(6, 3))
+    actual, expected = dense_twin(
+        invariant(net), torch.randn(6, 2), "regression", torch.randn(6, 3)
+    )
     first = slice(0, 10)  # the weights of the first layer
     assert (actual - expected)[first, first].norm() / expected[first, first].norm() > 0.05
 
@@ -170,7 +192,11 @@ def test_not_exact_elsewhere():
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_diag_and_full_are_exact_for_any_number_of_samples(backend, likelihood):
     net = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(80), nn.Linear(80, 4)
+        nn.Conv2d(2, 4, 3, padding=1, groups=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.LayerNorm(80),
+        nn.Linear(80, 4),
     )
     model = li.InvariantModel(net, li.AffineImage(init=0.1), 3, generator=torch.Generator())
     x, y = torch.randn(6, 2, 4, 5), targets(6, likelihood)
@@ -222,14 +248,22 @@ def test_jacobians_are_those_of_predictions(ggn_backend):
 def test_chunks_change_nothing(backend, structure, chunk_size):
     """Five samples per input: below that, the samples of one input are split."""
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4))
-    model = li.InvariantModel(net, li.AffinePoints(init=0.4), 5, generator=torch.Generator().manual_seed(1))
+    model = li.InvariantModel(
+        net, li.AffinePoints(init=0.4), 5, generator=torch.Generator().manual_seed(1)
+    )
     x, y = torch.randn(6, 2), targets(6, "classification")
 
     def run(**options):
         model.generator.manual_seed(1)
         loss, result = getattr(backend(model, "classification", **options), structure)(x, y, N=N)
-        tensors = [loss, *(f for fs in result.kfacs for f in fs)] if structure == "kron" else [loss, result]
-        (gradient,) = torch.autograd.grad([t.square().sum() for t in tensors], model.augmentation.eta)
+        tensors = (
+            [loss, *(f for fs in result.kfacs for f in fs)]
+            if structure == "kron"
+            else [loss, result]
+        )
+        (gradient,) = torch.autograd.grad(
+            [t.square().sum() for t in tensors], model.augmentation.eta
+        )
         return [*(t.detach() for t in tensors), gradient]
 
     torch.testing.assert_close(run(chunk_size=chunk_size), run())
@@ -245,7 +279,9 @@ def test_full_rank_is_exact_and_the_discarded_share_is_reported():
     torch.testing.assert_close(kron.to_matrix(), expected.to_matrix())
     truncated = AugmentedGGN(net, "classification", output_rank=2)
     _, kron = truncated.kron(x, y, N=N)
-    values = torch.linalg.eigvalsh(torch.diag_embed(p := net(x).softmax(-1)) - p.unsqueeze(2) * p.unsqueeze(1))
+    values = torch.linalg.eigvalsh(
+        torch.diag_embed(p := net(x).softmax(-1)) - p.unsqueeze(2) * p.unsqueeze(1)
+    )
     assert truncated.discarded == pytest.approx((1 - values[:, -2:].sum() / values.sum()).item())
     assert 0 < truncated.discarded < 1
     smaller = [f[0].trace() < e[0].trace() for f, e in zip(kron.kfacs, expected.kfacs, strict=True)]
@@ -290,7 +326,9 @@ def test_input_that_is_not_finite_is_refused(structure, value):
     net, x = mlp()
     x[3, 1] = value
     with pytest.raises(ValueError, match="NaN or infinite"):
-        getattr(AugmentedGGN(net, "classification"), structure)(x, targets(6, "classification"), N=N)
+        getattr(AugmentedGGN(net, "classification"), structure)(
+            x, targets(6, "classification"), N=N
+        )
 
 
 def test_unknown_arguments_are_refused():

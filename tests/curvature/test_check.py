@@ -21,7 +21,16 @@ from torch import nn
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, check_model
 
-STOCK = [AsdlEF, AsdlGGN, AsdlHessian, BackPackEF, BackPackGGN, CurvlinopsEF, CurvlinopsGGN, CurvlinopsHessian]
+STOCK = [
+    AsdlEF,
+    AsdlGGN,
+    AsdlHessian,
+    BackPackEF,
+    BackPackGGN,
+    CurvlinopsEF,
+    CurvlinopsGGN,
+    CurvlinopsHessian,
+]
 
 
 def plain():
@@ -120,7 +129,9 @@ def test_of_layers_it_says_which_are_known(name, backend):
 
 def test_an_invariant_model_inside_is_named():
     model = nn.Sequential(nn.Identity(), invariant())
-    assert "1 is an InvariantModel, which CurvlinopsGGN does not know" in str(check_model(model, CurvlinopsGGN))
+    assert "1 is an InvariantModel, which CurvlinopsGGN does not know" in str(
+        check_model(model, CurvlinopsGGN)
+    )
 
 
 def test_ours_have_nothing_against_it(backend):

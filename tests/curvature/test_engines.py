@@ -64,12 +64,18 @@ def curvature_of(cls, model, x, y, structure, likelihood="classification", **opt
         if isinstance(module, li.InvariantModel):
             module.generator = torch.Generator().manual_seed(1)
     loss, result = getattr(cls(model, likelihood, **options), structure)(x, y, N=7)
-    flat = [factor for factors in result.kfacs for factor in factors] if structure == "kron" else [result]
+    flat = (
+        [factor for factors in result.kfacs for factor in factors]
+        if structure == "kron"
+        else [result]
+    )
     hyper = [tensor for tensor in li.hyperparameters(model) if tensor.requires_grad]
     if hyper:
         weighted = [(f * torch.sin(torch.arange(f.numel()).view_as(f))).sum() for f in flat]
         (1.3 * loss + sum(weighted)).backward()
-    return [loss.detach(), *(f.detach() for f in flat)], [torch.zeros(()) if t.grad is None else t.grad for t in hyper]
+    return [loss.detach(), *(f.detach() for f in flat)], [
+        torch.zeros(()) if t.grad is None else t.grad for t in hyper
+    ]
 
 
 def assert_agree(actual, expected, tolerance=1e-10):
@@ -88,8 +94,12 @@ def around(case, samples):
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     x = torch.randint(11, shape) if isinstance(layer, nn.Embedding) else torch.randn(shape)
-    before = [ScalarScale()] if x.is_floating_point() else []  # so that columns have to pass through the layer
-    net = nn.Sequential(*before, layer, nn.Tanh(), nn.Flatten(), nn.AdaptiveAvgPool1d(4), nn.Linear(4, 3))
+    before = (
+        [ScalarScale()] if x.is_floating_point() else []
+    )  # so that columns have to pass through the layer
+    net = nn.Sequential(
+        *before, layer, nn.Tanh(), nn.Flatten(), nn.AdaptiveAvgPool1d(4), nn.Linear(4, 3)
+    )
     return li.InvariantModel(net, Stretch(), n_samples=samples), x, torch.tensor([0, 2])
 
 
@@ -102,7 +112,9 @@ def native(case, samples, kind, structure):
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{type(CASES[i][0]()).__name__}{i}")
+@pytest.mark.parametrize(
+    "case", range(len(CASES)), ids=lambda i: f"{type(CASES[i][0]()).__name__}{i}"
+)
 def test_engines_agree(case, engine, kind, structure, samples):
     model, x, y = around(case, samples)
     values, gradients = curvature_of(backend(engine, kind), model, x, y, structure)
@@ -162,7 +174,12 @@ def every_derivative():
     kinds = (nn.ReLU(inplace=True), nn.LeakyReLU(), nn.ELU(), nn.SELU(), nn.Sigmoid(), nn.Tanh())
     hidden = [m for kind in kinds for m in (kind, nn.Linear(4, 4))]
     flat = [nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Unflatten(2, (1, 3))]
-    square = [nn.Conv2d(2, 3, (1, 2)), nn.BatchNorm2d(3), nn.MaxPool2d((1, 2), stride=1), nn.Unflatten(3, (1, 1))]
+    square = [
+        nn.Conv2d(2, 3, (1, 2)),
+        nn.BatchNorm2d(3),
+        nn.MaxPool2d((1, 2), stride=1),
+        nn.Unflatten(3, (1, 1)),
+    ]
     cube = [nn.Conv3d(3, 4, 1), nn.BatchNorm3d(4), nn.Flatten()]
     return nn.Sequential(*flat, *square, *cube, *hidden, nn.Linear(4, 3)).eval()
 
@@ -230,7 +247,9 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o)))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_have_the_same_options(engine, options):
-    net = nn.Sequential(FactoredLinear2d(1, 2, 4, 4), nn.Tanh(), nn.Conv2d(2, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    net = nn.Sequential(
+        FactoredLinear2d(1, 2, 4, 4), nn.Tanh(), nn.Conv2d(2, 2, 3), nn.Flatten(), nn.Linear(8, 3)
+    )
     model = li.InvariantModel(net, Stretch(), n_samples=3)
     x, y = torch.randn(4, 1, 4, 4), torch.randint(3, (4,))
     results = []
@@ -248,7 +267,11 @@ def test_parameters_without_a_rule_have_their_exact_diagonal(engine):
         model = li.InvariantModel(net, Stretch(), n_samples=3)
         with pytest.raises(NotImplementedError, match="Free has no rule"):
             backend(engine, "GGN")(model, "classification").kron(x, y, N=4)
-        for structure, options in [("kron", {"on_unsupported": "diag"}), ("diag", {}), ("full", {})]:
+        for structure, options in [
+            ("kron", {"on_unsupported": "diag"}),
+            ("diag", {}),
+            ("full", {}),
+        ]:
             actual = curvature_of(backend(engine, "GGN"), model, x, y, structure, **options)
             expected = curvature_of(backend("", "GGN"), model, x, y, structure, **options)
             assert_agree(actual[0], expected[0])
@@ -261,10 +284,22 @@ def test_a_rule_of_ones_own_works_in_every_engine(engine, monkeypatch):
 
     @register_rule(test_rules.Gain)
     def gain(module):
-        return [Block("gain", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1), elementwise=True, linear=False)]
+        return [
+            Block(
+                "gain",
+                lambda x: x.unsqueeze(1),
+                lambda g: g.unsqueeze(1),
+                elementwise=True,
+                linear=False,
+            )
+        ]
 
     net = nn.Sequential(nn.Linear(5, 4), test_rules.Gain(4), nn.Tanh(), nn.Linear(4, 3))
-    model, x, y = li.InvariantModel(net, Stretch(), n_samples=3), torch.randn(4, 5), torch.randint(3, (4,))
+    model, x, y = (
+        li.InvariantModel(net, Stretch(), n_samples=3),
+        torch.randn(4, 5),
+        torch.randint(3, (4,)),
+    )
     for kind, structure in itertools.product(KINDS, STRUCTURES):
         actual = curvature_of(backend(engine, kind), model, x, y, structure)
         expected = curvature_of(backend("", kind), model, x, y, structure)
@@ -297,12 +332,23 @@ class Fails(nn.Module):
 def state_of(model):
     """Everything that engines touch."""
     modules = [*model.modules(), model.mean]
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules]
+    hooks = [
+        (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules
+    ]
     attributes = [(sorted(m.__dict__), m._is_full_backward_hook) for m in modules]
     parameters = [sorted(p.__dict__) for p in model.parameters()]
-    asdl_names = {name: value for name, value in vars(asdl.core).items() if not name.startswith("__")}
+    asdl_names = {
+        name: value for name, value in vars(asdl.core).items() if not name.startswith("__")
+    }
     context = backpack.context.CTX
-    return hooks, attributes, parameters, asdl_names, context.get_active_exts(), list(context.hook_handles)
+    return (
+        hooks,
+        attributes,
+        parameters,
+        asdl_names,
+        context.get_active_exts(),
+        list(context.hook_handles),
+    )
 
 
 @pytest.mark.parametrize("where", [None, "forward", "backward"])
@@ -310,7 +356,11 @@ def state_of(model):
 def test_engines_leave_everything_as_it_was(engine, where):
     fails = Fails()
     net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), fails, nn.Linear(4, 3))
-    model, x, y = li.InvariantModel(net, Stretch(), n_samples=2), torch.randn(4, 5), torch.randint(3, (4,))
+    model, x, y = (
+        li.InvariantModel(net, Stretch(), n_samples=2),
+        torch.randn(4, 5),
+        torch.randint(3, (4,)),
+    )
     before = state_of(model)
     engine_backend = backend(engine, "GGN")(model, "classification")
     engine_backend.kron(x, y, N=4)
@@ -365,7 +415,9 @@ def test_asdl_is_as_it_was_when_it_cannot_be_entered(monkeypatch):
 
     monkeypatch.setattr(engine._RuleOperation, "__init__", broken)
     with pytest.raises(ArithmeticError, match="on purpose"):
-        backend("Asdl", "GGN")(model, "classification").kron(torch.randn(4, 5), torch.randint(3, (4,)), N=4)
+        backend("Asdl", "GGN")(model, "classification").kron(
+            torch.randn(4, 5), torch.randint(3, (4,)), N=4
+        )
     assert state_of(model) == before
 
 
@@ -550,18 +602,30 @@ def test_engines_agree_on_odd_networks(engine, name):
 def test_backpack_is_used_on_a_chain(monkeypatch):
     """And autograd is not: BackPACK passes all columns through layers that it knows."""
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    model, x, y = li.InvariantModel(net, Stretch(), n_samples=3), torch.randn(4, 5), torch.randint(3, (4,))
+    model, x, y = (
+        li.InvariantModel(net, Stretch(), n_samples=3),
+        torch.randn(4, 5),
+        torch.randint(3, (4,)),
+    )
     engine = backend("BackPack", "GGN")(model, "classification")
     engine.full(x, y)
     passes, original = [], torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: passes.append(1) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        torch.autograd,
+        "grad",
+        lambda *args, **kwargs: passes.append(1) or original(*args, **kwargs),
+    )
     engine.full(x, y)
     assert len(passes) == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hooks_of_others_are_part_of_the_model(engine):
-    net, x, y = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(4, 5), torch.randint(3, (4,))
+    net, x, y = (
+        nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)),
+        torch.randn(4, 5),
+        torch.randint(3, (4,)),
+    )
     net[1].register_forward_hook(lambda module, args, output: 2 * output)
     net[2].register_forward_pre_hook(lambda module, args: (args[0] ** 2,))
     assert_agree(*(curvature_of(backend(e, "GGN"), net, x, y, "full")[0] for e in (engine, "")))
@@ -572,7 +636,11 @@ def test_autograd_takes_over_when_backpack_loses_track(caplog):
         def __call__(self, x):
             return super().__call__(x + 0)
 
-    net, x, y = nn.Sequential(nn.Linear(5, 4), Copies(), nn.Linear(4, 3)), torch.randn(4, 5), torch.randint(3, (4,))
+    net, x, y = (
+        nn.Sequential(nn.Linear(5, 4), Copies(), nn.Linear(4, 3)),
+        torch.randn(4, 5),
+        torch.randint(3, (4,)),
+    )
     with caplog.at_level("INFO", logger="laplace_invariance"):
         actual = backend("BackPack", "GGN")(net, "classification").full(x, y)[1]
     assert "BackPACK lost track" in caplog.text
@@ -583,7 +651,9 @@ def test_autograd_takes_over_when_backpack_loses_track(caplog):
 def test_one_class_is_refused(kind):
     for engine in ("", *ENGINES):
         with pytest.raises(ValueError, match="at least two classes"):
-            backend(engine, kind)(nn.Linear(5, 1), "classification").diag(torch.randn(4, 5), torch.zeros(4).long())
+            backend(engine, kind)(nn.Linear(5, 1), "classification").diag(
+                torch.randn(4, 5), torch.zeros(4).long()
+            )
 
 
 def test_engines_are_optional():
@@ -601,7 +671,9 @@ for name in ("BackPackAugmentedGGN", "AsdlAugmentedEF"):
     except ImportError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [
         "BackPackAugmentedGGN needs the package 'backpack': pip install backpack-for-pytorch",
         "AsdlAugmentedEF needs the package 'asdl': pip install asdfghjkl",

@@ -24,7 +24,9 @@ CLASSES, SAMPLES = 3, 4
 def points(**kwargs):
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, CLASSES))
     augmentation = li.AffinePoints(init=[0.1, -0.2, 0.3, 0.15, 0.25, 0.05], **kwargs)
-    return li.InvariantModel(net, augmentation, SAMPLES, generator=torch.Generator()), torch.randn(11, 2)
+    return li.InvariantModel(net, augmentation, SAMPLES, generator=torch.Generator()), torch.randn(
+        11, 2
+    )
 
 
 def images(**kwargs):
@@ -33,11 +35,17 @@ def images(**kwargs):
         nn.Linear(36, CLASSES),
     )  # fmt: skip
     augmentation = li.AffineImage(init=[0.1, -0.2, 0.3, 0.15, 0.25, 0.05], **kwargs)
-    return li.InvariantModel(net, augmentation, SAMPLES, generator=torch.Generator()), torch.randn(11, 1, 6, 6)
+    return li.InvariantModel(net, augmentation, SAMPLES, generator=torch.Generator()), torch.randn(
+        11, 1, 6, 6
+    )
 
 
 def loader_of(x, likelihood):
-    y = torch.randint(CLASSES, (len(x),)) if likelihood == "classification" else torch.randn(len(x), CLASSES)
+    y = (
+        torch.randint(CLASSES, (len(x),))
+        if likelihood == "classification"
+        else torch.randn(len(x), CLASSES)
+    )
     return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
@@ -45,7 +53,11 @@ def fit(model, loader, likelihood, structure, backend, **kwargs):
     """Fit stock Laplace, with the same draws every time."""
     model.generator.manual_seed(1)
     noise = {} if likelihood == "classification" else {"sigma_noise": 0.7}
-    settings = {"prior_precision": 0.5, "subset_of_weights": "all", "hessian_structure": structure} | noise | kwargs
+    settings = (
+        {"prior_precision": 0.5, "subset_of_weights": "all", "hessian_structure": structure}
+        | noise
+        | kwargs
+    )
     la = Laplace(model, likelihood, backend=backend, **settings)
     la.fit(loader)
     return la
@@ -69,7 +81,8 @@ def test_gradient_equals_central_differences(data, likelihood, backend, structur
 
 
 @pytest.mark.parametrize(
-    "options", [{"correlated": True}, {"constraint": "softplus"}, {"constraint": "tanh"}, {"draws": "sobol"}]
+    "options",
+    [{"correlated": True}, {"constraint": "softplus"}, {"constraint": "tanh"}, {"draws": "sobol"}],
 )
 def test_gradient_of_every_parametrisation(options):
     model, x = points(**options)
@@ -93,7 +106,9 @@ def test_gradient_of_group_weights(structure):
     loader = loader_of(torch.randn(7, 1, 5, 5), "classification")
 
     def evidence():
-        return fit(model, loader, "classification", structure, AugmentedGGN).log_marginal_likelihood()
+        return fit(
+            model, loader, "classification", structure, AugmentedGGN
+        ).log_marginal_likelihood()
 
     evidence().backward()
     eta = model.augmentation.eta
@@ -102,7 +117,8 @@ def test_gradient_of_group_weights(structure):
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize(
-    "options", [{"stochastic": True, "num_samples": 2}, {"kfac_approx": "reduce"}, {"chunk_size": 3}]
+    "options",
+    [{"stochastic": True, "num_samples": 2}, {"kfac_approx": "reduce"}, {"chunk_size": 3}],
 )
 def test_gradient_with_every_option(options, likelihood):
     model, x = images()
@@ -110,10 +126,14 @@ def test_gradient_with_every_option(options, likelihood):
 
     def evidence():
         torch.manual_seed(7)  # the signs of stochastic come from torch's default generator
-        return fit(model, loader, likelihood, "kron", AugmentedGGN, backend_kwargs=options).log_marginal_likelihood()
+        return fit(
+            model, loader, likelihood, "kron", AugmentedGGN, backend_kwargs=options
+        ).log_marginal_likelihood()
 
     evidence().backward()
-    assert relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+    assert (
+        relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+    )
 
 
 def test_truncated_gradient_holds_the_directions_fixed():
@@ -151,7 +171,10 @@ def one_big_graph(model, loader, likelihood, structure):
             columns, weights = backend._columns(trace.outputs, y)
             if structure == "kron":
                 a, g = trace.averaged_inputs(), trace.averaged_gradients(columns)
-                batch = [backend._factors(i, a.get(i), g[i], weights, n) for i in range(len(backend.params))]
+                batch = [
+                    backend._factors(i, a.get(i), g[i], weights, n)
+                    for i in range(len(backend.params))
+                ]
                 factors = batch if factors is None else [
                     [f + b for f, b in zip(fs, bs, strict=True)] for fs, bs in zip(factors, batch, strict=True)
                 ]  # fmt: skip
@@ -159,7 +182,9 @@ def one_big_graph(model, loader, likelihood, structure):
                 precision = precision + ggn(model, trace.outputs, likelihood)
         loss = loss + backend.factor * backend.lossfunc(trace.outputs, y)
     if structure == "kron":
-        precision = torch.block_diag(*(torch.kron(*fs) if len(fs) == 2 else fs[0] for fs in factors))
+        precision = torch.block_diag(
+            *(torch.kron(*fs) if len(fs) == 2 else fs[0] for fs in factors)
+        )
     elif structure == "diag":
         precision = precision.diagonal().diag()
     theta = torch.cat([p.flatten() for p in model.parameters()]).detach()
@@ -167,7 +192,9 @@ def one_big_graph(model, loader, likelihood, structure):
     if likelihood == "regression":
         log_likelihood = log_likelihood - n * CLASSES * math.log(0.7 * math.sqrt(2 * math.pi))
     posterior = scale * precision + 0.5 * torch.eye(len(theta))
-    return log_likelihood - 0.5 * (posterior.logdet() - len(theta) * math.log(0.5) + 0.5 * theta @ theta)
+    return log_likelihood - 0.5 * (
+        posterior.logdet() - len(theta) * math.log(0.5) + 0.5 * theta @ theta
+    )
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -194,7 +221,11 @@ def test_evidence_equals_the_closed_form_of_a_linear_gaussian_model():
     y = torch.randn(9, 1)
     loader = DataLoader(TensorDataset(x, y), batch_size=9)
     model.generator.manual_seed(1)
-    phi = model.augmentation.apply(x, model.augmentation.sample(9, SAMPLES, model.generator)).mean(1).detach()
+    phi = (
+        model.augmentation.apply(x, model.augmentation.sample(9, SAMPLES, model.generator))
+        .mean(1)
+        .detach()
+    )
     noise, prior = 0.7, 0.5
     mode = torch.linalg.solve(phi.mT @ phi / noise**2 + prior * torch.eye(2), phi.mT @ y / noise**2)
     model.net.weight.data.copy_(mode.mT)
@@ -202,7 +233,9 @@ def test_evidence_equals_the_closed_form_of_a_linear_gaussian_model():
         torch.zeros(9), noise**2 * torch.eye(9) + phi @ phi.mT / prior
     ).log_prob(y.squeeze(1))
     for structure in ("full", "kron"):
-        evidence = fit(model, loader, "regression", structure, AugmentedGGN).log_marginal_likelihood()
+        evidence = fit(
+            model, loader, "regression", structure, AugmentedGGN
+        ).log_marginal_likelihood()
         torch.testing.assert_close(evidence.detach(), expected)
 
 
@@ -210,11 +243,16 @@ def test_evidence_equals_the_closed_form_of_a_linear_gaussian_model():
 def test_gradients_of_noise_and_priors(structure):
     model, x = points()
     loader = loader_of(x, "regression")
-    noise, prior = torch.tensor(0.7, requires_grad=True), torch.tensor([0.5, 0.6, 0.7, 0.8], requires_grad=True)
+    noise, prior = (
+        torch.tensor(0.7, requires_grad=True),
+        torch.tensor([0.5, 0.6, 0.7, 0.8], requires_grad=True),
+    )
     la = fit(model, loader, "regression", structure, AugmentedGGN)
     la.log_marginal_likelihood(prior, noise).backward()
     for tensor in (noise, prior):
-        expected = central_differences(lambda: la.log_marginal_likelihood(prior, noise).detach(), tensor)
+        expected = central_differences(
+            lambda: la.log_marginal_likelihood(prior, noise).detach(), tensor
+        )
         assert relative_error(tensor.grad, expected) < 1e-7
 
 
@@ -225,10 +263,14 @@ def test_stock_noise_gradient_is_wrong_and_ours_is_not():
 
     def error(backend):
         noise = torch.tensor(0.7, requires_grad=True)
-        la = Laplace(net, "regression", subset_of_weights="all", hessian_structure="kron", backend=backend)
+        la = Laplace(
+            net, "regression", subset_of_weights="all", hessian_structure="kron", backend=backend
+        )
         la.fit(loader)
         la.log_marginal_likelihood(sigma_noise=noise).backward()
-        expected = central_differences(lambda: la.log_marginal_likelihood(sigma_noise=noise).detach(), noise)
+        expected = central_differences(
+            lambda: la.log_marginal_likelihood(sigma_noise=noise).detach(), noise
+        )
         return relative_error(noise.grad, expected)
 
     assert error(None) > 1e-2
@@ -308,7 +350,9 @@ def test_float32_agrees_with_float64():
     single = DataLoader(TensorDataset(x.float(), loader.dataset.tensors[1]), batch_size=4)
     la32 = fit(model, single, "classification", "kron", AugmentedGGN)
     la32.log_marginal_likelihood().backward()
-    assert la32.log_marginal_likelihood().item() == pytest.approx(la.log_marginal_likelihood().item(), rel=1e-4)
+    assert la32.log_marginal_likelihood().item() == pytest.approx(
+        la.log_marginal_likelihood().item(), rel=1e-4
+    )
     assert relative_error(model.augmentation.eta.grad.double(), expected) < 1e-2
 
 

@@ -24,7 +24,9 @@ def test_fixed_directions_give_the_softmax_hessian():
     hessian = kfac.softmax_hessian(logits)
     basis = kfac.complement_basis(4, logits)
     torch.testing.assert_close(basis @ (basis.mT @ hessian @ basis) @ basis.mT, hessian)
-    expected = torch.stack([torch.autograd.functional.hessian(lambda f: f.logsumexp(0), row) for row in logits])
+    expected = torch.stack(
+        [torch.autograd.functional.hessian(lambda f: f.logsumexp(0), row) for row in logits]
+    )
     torch.testing.assert_close(hessian, expected)
 
 
@@ -41,7 +43,9 @@ def test_leading_directions_keep_the_largest_part():
 
 def test_sampled_directions_are_unbiased():
     logits = torch.randn(1, 3)
-    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3).unsqueeze(1)  # all of them: the exact expectation
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3).unsqueeze(
+        1
+    )  # all of them: the exact expectation
     v = kfac.sampled_directions(logits, signs)
     torch.testing.assert_close(torch.einsum("kbi,kbj->bij", v, v) / 8, kfac.softmax_hessian(logits))
 
@@ -55,7 +59,9 @@ def test_gram_equals_the_sum_of_outer_products(weighted, scale):
     expected = scale * torch.einsum("bkl,bkri,blrj->ij", m, x, x)
     torch.testing.assert_close(kfac.gram(x, weights, scale), expected)
 
-    def of_symmetric(x, w):  # the gradient assumes that the weights are symmetric, and so must the check
+    def of_symmetric(
+        x, w
+    ):  # the gradient assumes that the weights are symmetric, and so must the check
         return kfac.gram(x, None if w is None else (w + w.mT) / 2, scale)
 
     assert gradcheck(of_symmetric, (x, weights))
@@ -79,9 +85,13 @@ def test_folding_averages_inputs_and_sums_gradients(inner):
     by_sample = x.view(2, 3, inner, 5)
     expected = (by_sample * weights.view(3, 1, 1)).sum(1).flatten(0, 1)
     torch.testing.assert_close(kfac.fold_inputs(x, [(2, weights)]), expected)
-    torch.testing.assert_close(kfac.fold_gradients(x, [(2, weights)]), by_sample.sum(1).flatten(0, 1))
+    torch.testing.assert_close(
+        kfac.fold_gradients(x, [(2, weights)]), by_sample.sum(1).flatten(0, 1)
+    )
     assert kfac.fold_inputs(x, ()) is x
-    torch.testing.assert_close(kfac.fold_inputs(x, [(len(x), torch.tensor([0.25]))]), x / 4)  # one of several samples
+    torch.testing.assert_close(
+        kfac.fold_inputs(x, [(len(x), torch.tensor([0.25]))]), x / 4
+    )  # one of several samples
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
@@ -113,7 +123,11 @@ def test_eigenvalues_that_single_precision_gets_wrong_are_computed_in_double(mon
 
     def broken(x):  # as LAPACK does now and then for matrices of low rank: NaN without a word
         values, vectors = plain(x)
-        return (values.index_fill(-1, torch.tensor(2), float("nan")) if x.dtype == torch.float32 else values), vectors
+        return (
+            values.index_fill(-1, torch.tensor(2), float("nan"))
+            if x.dtype == torch.float32
+            else values
+        ), vectors
 
     def failing(x):
         if x.dtype == torch.float32:
@@ -125,4 +139,6 @@ def test_eigenvalues_that_single_precision_gets_wrong_are_computed_in_double(mon
         values, vectors = kfac.eigh(matrices)
         assert values.dtype == vectors.dtype == torch.float32
         torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(vectors @ values.diag_embed() @ vectors.mT, matrices, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            vectors @ values.diag_embed() @ vectors.mT, matrices, rtol=1e-4, atol=1e-4
+        )

@@ -20,7 +20,12 @@ def blocks(q, n):
 def factors():
     """A matrix, a dense and a diagonal block; then block-diagonal on the right, on the left, and on both sides in pairs."""
     plain = [[positive(3), positive(5)], [positive(2)], [torch.rand(4)]]
-    return [*plain, [positive(3), blocks(2, 5)], [blocks(3, 2), positive(4)], [blocks(4, 3), blocks(4, 2)]]
+    return [
+        *plain,
+        [positive(3), blocks(2, 5)],
+        [blocks(3, 2), positive(4)],
+        [blocks(4, 3), blocks(4, 2)],
+    ]
 
 
 DELTAS, SCALE = [0.5, 0.7, 0.3, 0.4, 0.6, 0.8], 1.7
@@ -31,7 +36,9 @@ def dense(kfacs, deltas, scale):
     for fs, delta in zip(kfacs, deltas, strict=True):
         if len(fs) == 2 and fs[0].ndim == fs[1].ndim == 3:  # the parameter is [o, q, i]
             (q, o, _), i = fs[0].shape, fs[1].shape[1]
-            matrix = torch.einsum("qab,qij,qr->aqibrj", *fs, torch.eye(q)).reshape(o * q * i, o * q * i)
+            matrix = torch.einsum("qab,qij,qr->aqibrj", *fs, torch.eye(q)).reshape(
+                o * q * i, o * q * i
+            )
         else:
             whole = {1: torch.diag, 2: lambda f: f, 3: lambda f: torch.block_diag(*f)}
             parts = [whole[f.ndim](f) for f in fs]
@@ -72,7 +79,9 @@ def test_factors_themselves_equal_the_dense_matrix():
     torch.testing.assert_close(kron.bmm(W), W @ matrix)
     torch.testing.assert_close(kron.logdet(), matrix.logdet())
     torch.testing.assert_close((3.0 * kron).to_matrix(), 3 * matrix)
-    torch.testing.assert_close((kron + kron).decompose().to_matrix()[:15, :15], 4 * matrix[:15, :15])
+    torch.testing.assert_close(
+        (kron + kron).decompose().to_matrix()[:15, :15], 4 * matrix[:15, :15]
+    )
 
 
 def test_agrees_with_stock_where_that_is_right():
@@ -83,17 +92,25 @@ def test_agrees_with_stock_where_that_is_right():
     torch.testing.assert_close(ours.logdet(), stock.logdet())
     torch.testing.assert_close(ours.bmm(W, -0.5), stock.bmm(W, -0.5))
     torch.testing.assert_close(ours.diag(-1), stock.diag(-1))
-    for mine, theirs in zip(ours.eigenvalues, stock.eigenvalues, strict=True):  # the scale is split differently
+    for mine, theirs in zip(
+        ours.eigenvalues, stock.eigenvalues, strict=True
+    ):  # the scale is split differently
         torch.testing.assert_close(
-            torch.outer(*mine) if len(mine) == 2 else mine[0], torch.outer(*theirs) if len(theirs) == 2 else theirs[0]
+            torch.outer(*mine) if len(mine) == 2 else mine[0],
+            torch.outer(*theirs) if len(theirs) == 2 else theirs[0],
         )
 
 
 def test_gradients_equal_those_of_the_dense_matrix():
     kfacs = [[f.requires_grad_() for f in fs] for fs in factors()]
-    deltas, scale = torch.tensor(DELTAS, requires_grad=True), torch.tensor(SCALE, requires_grad=True)
+    deltas, scale = (
+        torch.tensor(DELTAS, requires_grad=True),
+        torch.tensor(SCALE, requires_grad=True),
+    )
     inputs = [deltas, scale, *(f for fs in kfacs for f in fs)]
-    ours = torch.autograd.grad((DifferentiableKron(kfacs).decompose() * scale + deltas).logdet(), inputs)
+    ours = torch.autograd.grad(
+        (DifferentiableKron(kfacs).decompose() * scale + deltas).logdet(), inputs
+    )
     twin = torch.autograd.grad(dense(kfacs, deltas, scale).logdet(), inputs)
     for mine, wanted in zip(ours, twin, strict=True):
         torch.testing.assert_close(mine, wanted)
@@ -101,7 +118,11 @@ def test_gradients_equal_those_of_the_dense_matrix():
 
 @pytest.mark.parametrize("kind", ["repeated", "zero", "rank deficient"])
 def test_gradient_is_finite_where_eigenvectors_have_none(kind):
-    factor = {"repeated": 2 * torch.eye(4), "zero": torch.zeros(4, 4), "rank deficient": positive(4, 2)}[kind]
+    factor = {
+        "repeated": 2 * torch.eye(4),
+        "zero": torch.zeros(4, 4),
+        "rank deficient": positive(4, 2),
+    }[kind]
     factor = factor.requires_grad_()
     other = positive(3)
 
@@ -109,14 +130,18 @@ def test_gradient_is_finite_where_eigenvectors_have_none(kind):
         return (DifferentiableKron([[factor, other]]).decompose() + torch.tensor([0.5])).logdet()
 
     (gradient,) = torch.autograd.grad(logdet(), factor)
-    twin = torch.autograd.grad((torch.kron(factor, other) + 0.5 * torch.eye(12)).logdet(), factor)[0]
+    twin = torch.autograd.grad((torch.kron(factor, other) + 0.5 * torch.eye(12)).logdet(), factor)[
+        0
+    ]
     torch.testing.assert_close(gradient, twin)
     assert torch.isfinite(gradient).all()
 
 
 def test_can_be_walked_back_repeatedly():
     factor = positive(3).requires_grad_()
-    summed = DifferentiableKron([[factor, positive(2)]]) + DifferentiableKron([[positive(3), positive(2)]])
+    summed = DifferentiableKron([[factor, positive(2)]]) + DifferentiableKron(
+        [[positive(3), positive(2)]]
+    )
     decomposed = summed.decompose()
     gradients = []
     for _ in range(3):
@@ -163,7 +188,9 @@ def test_other_structure_replaces_zeros_but_nothing_else():
 
 def test_multiplication_distributes_over_factors():
     kfacs = factors()[:2]
-    torch.testing.assert_close((3.0 * DifferentiableKron(kfacs)).to_matrix(), 3 * DifferentiableKron(kfacs).to_matrix())
+    torch.testing.assert_close(
+        (3.0 * DifferentiableKron(kfacs)).to_matrix(), 3 * DifferentiableKron(kfacs).to_matrix()
+    )
 
 
 def test_bad_input_is_refused():

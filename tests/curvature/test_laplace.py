@@ -30,7 +30,9 @@ def setting(likelihood="classification", n_samples=3):
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_predictions(likelihood, backend, structure):
     model, loader = setting(likelihood)
-    la = Laplace(model, likelihood, subset_of_weights="all", hessian_structure=structure, backend=backend)
+    la = Laplace(
+        model, likelihood, subset_of_weights="all", hessian_structure=structure, backend=backend
+    )
     la.fit(loader)
     x = torch.randn(5, 2)
     glm = la(x)
@@ -55,7 +57,13 @@ def test_predictions(likelihood, backend, structure):
 
 def test_samples_have_the_posterior_covariance():
     model, loader = setting()
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+    )
     la.fit(loader)
     samples = la.sample(20000).detach()
     expected = torch.linalg.inv(la.posterior_precision.to_matrix().detach())
@@ -66,7 +74,13 @@ def test_samples_have_the_posterior_covariance():
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_last_layer(structure, backend):
     model, loader = setting()
-    la = Laplace(model, "classification", subset_of_weights="last_layer", hessian_structure=structure, backend=backend)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="last_layer",
+        hessian_structure=structure,
+        backend=backend,
+    )
     la.fit(loader)
     assert la.n_params == 18
     la.log_marginal_likelihood().backward()
@@ -79,7 +93,11 @@ def test_last_layer(structure, backend):
 def test_subnetwork(structure, backend):
     model, loader = setting()
     indices = torch.tensor([1, 4, 17, 30])
-    options = {"subset_of_weights": "subnetwork", "hessian_structure": structure, "subnetwork_indices": indices}
+    options = {
+        "subset_of_weights": "subnetwork",
+        "hessian_structure": structure,
+        "subnetwork_indices": indices,
+    }
     la = Laplace(model, "classification", backend=backend, **options)
     la.fit(loader)
     assert la.H.shape[0] == 4
@@ -88,10 +106,18 @@ def test_subnetwork(structure, backend):
 
 def test_prior_can_be_optimised_after_training():
     model, loader = setting()
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+    )
     la.fit(loader)
     before = la.log_marginal_likelihood().item()
-    la.optimize_prior_precision(method="marglik", pred_type="glm", prior_structure="layerwise", n_steps=30)
+    la.optimize_prior_precision(
+        method="marglik", pred_type="glm", prior_structure="layerwise", n_steps=30
+    )
     assert la.log_marginal_likelihood().item() > before
     model.zero_grad()
 
@@ -103,7 +129,13 @@ def test_further_data_can_be_added(backend):
     x, y = torch.randn(20, 2), torch.randint(3, (20,))
 
     def fit(*parts):
-        la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", backend=backend)
+        la = Laplace(
+            model,
+            "classification",
+            subset_of_weights="all",
+            hessian_structure="kron",
+            backend=backend,
+        )
         for i, (a, b) in enumerate(parts):
             la.fit(DataLoader(TensorDataset(x[a:b], y[a:b]), batch_size=5), override=i == 0)
         return la.log_marginal_likelihood()
@@ -128,7 +160,13 @@ def test_a_fitted_laplace_is_saved_and_loaded(structure, tmp_path, backend):
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
     model = li.InvariantModel(net, li.AffineImage(init=0.1), 2)
     x, y = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure=structure, backend=backend)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        backend=backend,
+    )
     la.fit(DataLoader(TensorDataset(x, y), batch_size=3))
     torch.save(la, tmp_path / "la.pt")
     twin = torch.load(tmp_path / "la.pt", weights_only=False)
@@ -189,7 +227,9 @@ def test_restored_model_has_the_hyperparameters_of_the_best_evidence():
             model, loader, backend=AugmentedGGN, n_epochs=6, n_hypersteps=1
         )
     best = min(range(6), key=margliks.__getitem__)
-    torch.testing.assert_close(trained.augmentation.eta.detach(), learner.history["augmentation.eta"][best + 1])
+    torch.testing.assert_close(
+        trained.augmentation.eta.detach(), learner.history["augmentation.eta"][best + 1]
+    )
 
 
 def test_importing_leaves_the_choices_of_laplace_alone():
@@ -213,7 +253,13 @@ print("same", len(before))
 def test_a_copy_of_the_model_is_independent():
     model, loader = setting()
     twin = copy.deepcopy(model)
-    la = Laplace(twin, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        twin,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+    )
     la.fit(loader)
     la.log_marginal_likelihood().backward()
     assert twin.augmentation.eta.grad is not None

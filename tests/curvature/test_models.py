@@ -19,7 +19,10 @@ class Residual(nn.Module):
 
     def __init__(self, n, inplace=True):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(n, n, 3, padding=1, bias=False), nn.Conv2d(n, n, 3, padding=1, bias=False)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(n, n, 3, padding=1, bias=False),
+            nn.Conv2d(n, n, 3, padding=1, bias=False),
+        )
         self.bn1, self.bn2 = nn.BatchNorm2d(n), nn.BatchNorm2d(n)
         self.relu = nn.ReLU(inplace=inplace)
         self.inplace = inplace
@@ -54,7 +57,12 @@ def layer_norm_mlp():
 
 def grouped():
     net = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES)
+        nn.Conv2d(1, 4, 3),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, CLASSES),
     )
     return net, torch.randn(7, 1, 6, 6)
 
@@ -66,8 +74,14 @@ class Attention(nn.Module):
         self.heads, self.fused = heads, fused
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = (
+            F.scaled_dot_product_attention(q, k, v)
+            if self.fused
+            else (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        )
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -96,10 +110,16 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.shared, self.last = nn.Linear(36, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.first, self.shared, self.last = (
+            nn.Linear(36, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, CLASSES),
+        )
 
     def forward(self, x):
-        return self.last(self.shared(torch.tanh(self.shared(self.first(x.flatten(1)).tanh()))).tanh())
+        return self.last(
+            self.shared(torch.tanh(self.shared(self.first(x.flatten(1)).tanh()))).tanh()
+        )
 
 
 def twice():
@@ -126,13 +146,17 @@ MODELS = [resnet, layer_norm_mlp, grouped, transformer, twice, frames]
 
 
 def invariant(net, **kwargs):
-    return li.InvariantModel(net, li.AffineImage(init=0.05, **kwargs), 3, generator=torch.Generator())
+    return li.InvariantModel(
+        net, li.AffineImage(init=0.05, **kwargs), 3, generator=torch.Generator()
+    )
 
 
 def laplace_of(model, x, structure="kron", backend=AugmentedGGN, **options):
     model.generator.manual_seed(1)
     generator = torch.Generator().manual_seed(0)
-    loader = DataLoader(TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=generator)), batch_size=4)
+    loader = DataLoader(
+        TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=generator)), batch_size=4
+    )
     la = Laplace(
         model,
         "classification",
@@ -156,7 +180,9 @@ def test_kron_fits_and_differentiates(build, backend):
 
     evidence().backward()
     eta = model.augmentation.eta
-    assert relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+    assert (
+        relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+    )
 
 
 @pytest.mark.parametrize("build", MODELS)
@@ -189,8 +215,12 @@ def test_norms_are_exact_blocks():
     model.generator.manual_seed(1)
     expected = block_diagonal(ggn(model, model(x), "classification"), model)
     at = 36 * 5 + 5
-    torch.testing.assert_close(kron.kfacs[2][0].detach(), expected[at : at + 5, at : at + 5].detach())
-    torch.testing.assert_close(kron.kfacs[3][0].detach(), expected[at + 5 : at + 10, at + 5 : at + 10].detach())
+    torch.testing.assert_close(
+        kron.kfacs[2][0].detach(), expected[at : at + 5, at : at + 5].detach()
+    )
+    torch.testing.assert_close(
+        kron.kfacs[3][0].detach(), expected[at + 5 : at + 10, at + 5 : at + 10].detach()
+    )
 
 
 def test_calls_are_further_positions():
@@ -204,11 +234,18 @@ def test_calls_are_further_positions():
             self.linear, self.head, self.separately = linear, head, separately
 
         def forward(self, x):  # [n, 2, 3]
-            y = torch.stack([self.linear(x[:, 0]), self.linear(x[:, 1])], 1) if self.separately else self.linear(x)
+            y = (
+                torch.stack([self.linear(x[:, 0]), self.linear(x[:, 1])], 1)
+                if self.separately
+                else self.linear(x)
+            )
             return self.head(y.tanh().flatten(1))
 
     x, y = torch.randn(5, 2, 3), torch.randint(CLASSES, (5,))
-    results = [AugmentedGGN(Calls(s), "classification").kron(x, y, N=5)[1].to_matrix() for s in (True, False)]
+    results = [
+        AugmentedGGN(Calls(s), "classification").kron(x, y, N=5)[1].to_matrix()
+        for s in (True, False)
+    ]
     torch.testing.assert_close(*results)
 
 
@@ -233,7 +270,13 @@ def test_embedding():
     counts = torch.bincount(x.flatten(), minlength=6)
     torch.testing.assert_close(kron.kfacs[0][0], torch.diag(counts) / 5.0)
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
-    la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        net,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+    )
     la.fit(loader)
     assert torch.isfinite(la.log_marginal_likelihood())
 
@@ -274,7 +317,9 @@ def test_exact_diagonal_is_counted_in_the_evidence(kind):
     net, x = Sequence(kind), torch.randn(3, 1, 5, 6)
     model = invariant(net)
     model.generator.manual_seed(1)
-    _, kron = AugmentedGGN(model, "classification", on_unsupported="diag").kron(x, torch.randint(CLASSES, (3,)), N=3)
+    _, kron = AugmentedGGN(model, "classification", on_unsupported="diag").kron(
+        x, torch.randint(CLASSES, (3,)), N=3
+    )
     model.generator.manual_seed(1)
     expected = ggn(model, model(x), "classification").diagonal()
     sizes = [p.numel() for p in net.parameters()]
@@ -287,7 +332,9 @@ def test_exact_diagonal_is_counted_in_the_evidence(kind):
 
     evidence().backward()
     eta = model.augmentation.eta
-    assert relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+    assert (
+        relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
+    )
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
@@ -297,7 +344,9 @@ def test_diag_and_full_need_no_rule(structure):
     la = laplace_of(model, x, structure)
     model.generator.manual_seed(1)
     expected = ggn(model, model(x), "classification").detach()
-    torch.testing.assert_close(la.H.detach(), expected if structure == "full" else expected.diagonal())
+    torch.testing.assert_close(
+        la.H.detach(), expected if structure == "full" else expected.diagonal()
+    )
 
 
 class Tied(nn.Module):
@@ -314,10 +363,14 @@ class Tied(nn.Module):
 
 def test_parameter_shared_by_two_kinds_is_refused_and_exact_as_diagonal():
     net, x, y = Tied(), torch.randint(5, (4, 2)), torch.randint(5, (4,))
-    with pytest.raises(NotImplementedError, match=r"embedding\.weight \(Embedding\) and head\.weight \(Linear\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"embedding\.weight \(Embedding\) and head\.weight \(Linear\)"
+    ):
         AugmentedGGN(net, "classification").kron(x, y, N=4)
     _, kron = AugmentedGGN(net, "classification", on_unsupported="diag").kron(x, y, N=4)
-    torch.testing.assert_close(kron.kfacs[0][0], ggn(net, net(x), "classification").diagonal().detach())
+    torch.testing.assert_close(
+        kron.kfacs[0][0], ggn(net, net(x), "classification").diagonal().detach()
+    )
 
 
 class Functional(nn.Module):
@@ -334,7 +387,9 @@ class Functional(nn.Module):
 
 def test_weight_used_outside_its_layer_is_found_out():
     x, y = torch.randn(4, 4), torch.randint(CLASSES, (4,))
-    with pytest.raises(NotImplementedError, match=r"linear\.weight.*calls of linear do not explain"):
+    with pytest.raises(
+        NotImplementedError, match=r"linear\.weight.*calls of linear do not explain"
+    ):
         AugmentedGGN(Functional(), "classification").kron(x, y, N=4)
 
 
@@ -370,8 +425,16 @@ def test_parameter_of_five_axes_is_refused_by_name():
     x, y = torch.randn(4, 3), torch.randint(CLASSES, (4,))
     with pytest.raises(NotImplementedError, match=r"five \[2, 1, 1, 1, 3\]: Five has no rule"):
         AugmentedGGN(Five(), "classification").kron(x, y, N=4)
-    with pytest.raises(ValueError, match="Invalid parameter shape"):  # laplace-torch itself, before it asks the backend
-        Laplace(Five(), "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    with pytest.raises(
+        ValueError, match="Invalid parameter shape"
+    ):  # laplace-torch itself, before it asks the backend
+        Laplace(
+            Five(),
+            "classification",
+            subset_of_weights="all",
+            hessian_structure="kron",
+            backend=AugmentedGGN,
+        )
 
 
 def test_batch_norm_in_training_mode_is_refused():
@@ -413,7 +476,9 @@ def test_model_is_left_as_it_was():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     _, kron = AugmentedGGN(model, "classification").kron(x, torch.randint(CLASSES, (7,)), N=7)
     kron.kfacs[0][0].sum().backward()
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert all(
+        not module._forward_hooks and not module._forward_pre_hooks for module in model.modules()
+    )
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
@@ -436,8 +501,14 @@ class PointByPoint(nn.Module):
 
 
 def test_samples_are_folded_in_the_order_in_which_they_were_made():
-    x, y, layer = torch.randn(4, 5, 2), torch.randint(CLASSES, (4,)), nn.Linear(2, CLASSES, bias=False)
-    wrapped = PointByPoint(li.InvariantModel(layer, li.AffinePoints(), 3))  # eta = 0: the same network
+    x, y, layer = (
+        torch.randn(4, 5, 2),
+        torch.randint(CLASSES, (4,)),
+        nn.Linear(2, CLASSES, bias=False),
+    )
+    wrapped = PointByPoint(
+        li.InvariantModel(layer, li.AffinePoints(), 3)
+    )  # eta = 0: the same network
     _, ours = AugmentedGGN(wrapped, "classification").kron(x, y, N=4)
     _, expected = AugmentedGGN(PointByPoint(layer), "classification").kron(x, y, N=4)
     torch.testing.assert_close(ours.to_matrix(), expected.to_matrix())
@@ -477,7 +548,9 @@ def test_augmentation_as_a_module_of_a_network():
 
 
 def test_layers_around_an_invariant_model():
-    inner = li.InvariantModel(nn.Sequential(nn.Linear(2, 4), nn.Tanh()), li.AffinePoints(init=0.3), 3)
+    inner = li.InvariantModel(
+        nn.Sequential(nn.Linear(2, 4), nn.Tanh()), li.AffinePoints(init=0.3), 3
+    )
     model = nn.Sequential(nn.Linear(2, 2), inner, nn.Linear(4, CLASSES))
     assert gradient_error(model, torch.randn(7, 2)) < 1e-6
 
@@ -492,7 +565,12 @@ def test_nested_invariant_models(options):
 @pytest.mark.parametrize("hooked", ["tanh", "relu", "pool"])
 def test_hooks_of_the_user_are_respected(hooked):
     """They change what a module computes, so that it is no longer what a shortcut takes it for."""
-    layers = {"conv": nn.Conv2d(1, 2, 3), "tanh": nn.Tanh(), "pool": nn.MaxPool2d(2), "relu": nn.ReLU()}
+    layers = {
+        "conv": nn.Conv2d(1, 2, 3),
+        "tanh": nn.Tanh(),
+        "pool": nn.MaxPool2d(2),
+        "relu": nn.ReLU(),
+    }
     net = nn.Sequential(*layers.values(), nn.Flatten(), nn.Linear(8, CLASSES))
     layers[hooked].register_forward_hook(lambda module, args, y: y * y.sigmoid())
     model = li.InvariantModel(net, li.AffineImage(init=0.05), 3)
@@ -522,37 +600,58 @@ def test_activation_module_used_several_times_and_keyword_calls():
         def __init__(self):
             super().__init__()
             self.act, self.pool = nn.GELU(), nn.MaxPool1d(2)
-            self.first, self.second, self.head = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(2, CLASSES)
+            self.first, self.second, self.head = (
+                nn.Linear(2, 4),
+                nn.Linear(4, 4),
+                nn.Linear(2, CLASSES),
+            )
 
         def forward(self, x):
             x = self.act(self.second(input=self.act(self.first(x))))
             return self.head(self.pool(x.unsqueeze(1)).squeeze(1))
 
-    assert gradient_error(li.InvariantModel(Reused(), li.AffinePoints(init=0.3), 3), torch.randn(7, 2)) < 1e-6
+    assert (
+        gradient_error(li.InvariantModel(Reused(), li.AffinePoints(init=0.3), 3), torch.randn(7, 2))
+        < 1e-6
+    )
 
 
 def test_shared_bias_collects_the_calls_of_both_layers():
     first, second = nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)
     second.weight.requires_grad_(False)
     second.bias = first.bias
-    net, x, y = nn.Sequential(first, nn.Tanh(), second), torch.randn(5, CLASSES), torch.randint(CLASSES, (5,))
+    net, x, y = (
+        nn.Sequential(first, nn.Tanh(), second),
+        torch.randn(5, CLASSES),
+        torch.randint(CLASSES, (5,)),
+    )
     _, kron = AugmentedGGN(net, "classification").kron(x, y, N=5)
-    torch.testing.assert_close(kron.kfacs[1][0], ggn(net, net(x), "classification")[9:, 9:].detach())
+    torch.testing.assert_close(
+        kron.kfacs[1][0], ggn(net, net(x), "classification")[9:, 9:].detach()
+    )
 
 
 def test_batch_axis_is_verified_as_soon_as_there_are_two_inputs():
-    backend, x, y = AugmentedGGN(TimeFirst(), "classification"), torch.randn(4, 8, 3), torch.randint(CLASSES, (4,))
+    backend, x, y = (
+        AugmentedGGN(TimeFirst(), "classification"),
+        torch.randn(4, 8, 3),
+        torch.randint(CLASSES, (4,)),
+    )
     backend.kron(x[:1], y[:1], N=4)
     with pytest.raises(NotImplementedError, match="first axis"):
         backend.kron(x, y, N=4)
 
 
 def test_weights_must_be_those_of_the_fit():
-    model = li.InvariantModel(small_net(), li.AffinePoints(init=0.3), 3, generator=torch.Generator())
+    model = li.InvariantModel(
+        small_net(), li.AffinePoints(init=0.3), 3, generator=torch.Generator()
+    )
     la = laplace_of(model, torch.randn(7, 2))
     evidence = la.log_marginal_likelihood()
     with torch.no_grad():
-        la(torch.randn(3, 2), pred_type="nn", link_approx="mc", n_samples=2)  # changes the weights and puts them back
+        la(
+            torch.randn(3, 2), pred_type="nn", link_approx="mc", n_samples=2
+        )  # changes the weights and puts them back
     evidence.backward(retain_graph=True)
     model.net[0].weight.data.mul_(1.01)
     with pytest.raises(RuntimeError, match="fit again"):
@@ -570,7 +669,9 @@ def test_dictionaries_as_input():
 
     x, y = torch.randn(5, 3), torch.randint(CLASSES, (5,))
     model = FromDict()
-    _, ours = AugmentedGGN(model, "classification", chunk_size=2).kron({"input_ids": x, "labels": y}, y, N=5)
+    _, ours = AugmentedGGN(model, "classification", chunk_size=2).kron(
+        {"input_ids": x, "labels": y}, y, N=5
+    )
     _, expected = AugmentedGGN(model.net, "classification").kron(x, y, N=5)
     torch.testing.assert_close(ours.to_matrix(), expected.to_matrix())
     x[0, 0] = float("nan")
@@ -579,5 +680,7 @@ def test_dictionaries_as_input():
 
 
 def test_targets_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"targets \[4\] must have the shape of the outputs \[4, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"targets \[4\] must have the shape of the outputs \[4, 1\]"
+    ):
         AugmentedEF(nn.Linear(3, 1), "regression").kron(torch.randn(4, 3), torch.randn(4), N=4)

@@ -65,12 +65,22 @@ def test_a_custom_rule_takes_a_few_lines(monkeypatch):
 
     @register_rule(Gain)
     def gain(module):
-        return [Block("gain", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1), elementwise=True, linear=False)]
+        return [
+            Block(
+                "gain",
+                lambda x: x.unsqueeze(1),
+                lambda g: g.unsqueeze(1),
+                elementwise=True,
+                linear=False,
+            )
+        ]
 
     from twins import block_diagonal, ggn
 
     _, kron = AugmentedGGN(model, "classification").kron(x, y, N=4)
-    torch.testing.assert_close(kron.kfacs[2][0], block_diagonal(ggn(model, model(x), "classification"), model)[9:, 9:])
+    torch.testing.assert_close(
+        kron.kfacs[2][0], block_diagonal(ggn(model, model(x), "classification"), model)[9:, 9:]
+    )
     with pytest.raises(ValueError, match="has a rule already"):
         register_rule(Gain)(gain)
     register_rule(Gain, overwrite=True)(gain)
@@ -78,7 +88,9 @@ def test_a_custom_rule_takes_a_few_lines(monkeypatch):
 
 def test_a_wrong_rule_is_found_out(monkeypatch):
     monkeypatch.setattr(rules_module, "_rules", rules())
-    register_rule(Gain)(lambda module: [Block("gain", None, lambda g: g.unsqueeze(1), elementwise=True)])
+    register_rule(Gain)(
+        lambda module: [Block("gain", None, lambda g: g.unsqueeze(1), elementwise=True)]
+    )
     model, x, y = nn.Sequential(nn.Linear(2, 3), Gain(3)), torch.randn(4, 2), torch.randint(3, (4,))
     with pytest.raises(NotImplementedError, match=r"1\.gain.*do not explain its gradient"):
         AugmentedGGN(model, "classification").kron(x, y, N=4)

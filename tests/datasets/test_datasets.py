@@ -35,7 +35,9 @@ def test_a_translation_reads_from_beside_and_has_zeros_outside():
 
 
 def test_warp_needs_a_map_per_image():
-    with pytest.raises(ValueError, match=r"2 images need maps of shape \[2, 2, 3\], got \[1, 2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"2 images need maps of shape \[2, 2, 3\], got \[1, 2, 3\]"
+    ):
         datasets.warp(torch.rand(2, 1, 4, 4), torch.zeros(1, 2, 3))
 
 
@@ -72,13 +74,17 @@ def fills(values, limit):
     )
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("fully_rotated", math.pi), ("partially-rotated", math.pi / 2)])
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("fully_rotated", math.pi), ("partially-rotated", math.pi / 2)]
+)
 def test_rotations(maps_of, kind, limit):
     maps = maps_of(kind)
     angles = torch.atan2(maps[:, 1, 0], maps[:, 0, 0])
     assert fills(angles, limit)
     cos, sin, zeros = angles.cos(), angles.sin(), torch.zeros_like(angles)
-    torch.testing.assert_close(maps.flatten(1), torch.stack([cos, -sin, zeros, sin, cos, zeros], -1))
+    torch.testing.assert_close(
+        maps.flatten(1), torch.stack([cos, -sin, zeros, sin, cos, zeros], -1)
+    )
 
 
 def test_translations(maps_of):
@@ -139,7 +145,11 @@ def test_true_ranges(kind, moved):
 @pytest.mark.parametrize(
     ("images", "kind", "match"),
     [
-        (torch.zeros(2, 1, 4, 4), "sheared", "unknown kind 'sheared'; choose from fully_rotated, .*original"),
+        (
+            torch.zeros(2, 1, 4, 4),
+            "sheared",
+            "unknown kind 'sheared'; choose from fully_rotated, .*original",
+        ),
         (torch.zeros(2, 4, 4), "scaled", r"got shape \[2, 4, 4\]"),
         (torch.zeros(2, 1, 4, 4, dtype=torch.uint8), "scaled", "uint8"),
         (torch.full((2, 1, 4, 4), -1.0), "scaled", "values from -1 to -1.*Standardise"),
@@ -154,7 +164,9 @@ def test_transformed_explains_bad_arguments(images, kind, match):
 def test_a_third_of_a_turn_of_hue_permutes_the_channels(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, **kwargs: torch.ones(shape))
     images = torch.linspace(0, 1, 2 * 3 * 4 * 5).view(2, 3, 4, 5)
-    torch.testing.assert_close(datasets.hue_rotated(images, 2 * math.pi / 3), images.roll(1, dims=1))
+    torch.testing.assert_close(
+        datasets.hue_rotated(images, 2 * math.pi / 3), images.roll(1, dims=1)
+    )
 
 
 def test_hue_is_turned_as_the_augmentation_turns_it(monkeypatch):
@@ -170,13 +182,17 @@ def test_hue_keeps_grey_and_fills_its_range():
     turned = datasets.hue_rotated(red, 1.0, seeded()).flatten(1)
     torch.testing.assert_close(turned.sum(1), torch.ones(2000))
     torch.testing.assert_close(turned.norm(dim=1), torch.ones(2000))
-    angles = torch.atan2(3**0.5 * (turned[:, 1] - turned[:, 2]), 2 * turned[:, 0] - turned[:, 1] - turned[:, 2])
+    angles = torch.atan2(
+        3**0.5 * (turned[:, 1] - turned[:, 2]), 2 * turned[:, 0] - turned[:, 1] - turned[:, 2]
+    )
     assert fills(angles, 1.0)
     grey = torch.rand(2, 1, 4, 5).expand(-1, 3, -1, -1)
     torch.testing.assert_close(datasets.hue_rotated(grey, math.pi), grey)
 
 
-@pytest.mark.parametrize(("channels", "angle", "match"), [(1, 1.0, "RGB"), (3, 4.0, "between 0 and pi, got 4.0")])
+@pytest.mark.parametrize(
+    ("channels", "angle", "match"), [(1, 1.0, "RGB"), (3, 4.0, "between 0 and pi, got 4.0")]
+)
 def test_hue_explains_bad_arguments(channels, angle, match):
     with pytest.raises(ValueError, match=match):
         datasets.hue_rotated(torch.rand(2, channels, 4, 4), angle)
@@ -195,7 +211,9 @@ def test_circular_waves_are_labelled_by_how_far_they_are_shifted():
 
 def test_circular_shifts_roll():
     def shifted(by):
-        return datasets.waves(6, 0.6, length=16, noise=0.0, shifts=torch.full((6,), by), generator=seeded()).tensors
+        return datasets.waves(
+            6, 0.6, length=16, noise=0.0, shifts=torch.full((6,), by), generator=seeded()
+        ).tensors
 
     (still, labels), (moved, same), (_, far) = shifted(0.0), shifted(0.5), shifted(0.75)
     torch.testing.assert_close(moved, still.roll(4, dims=-1))  # half of half the length
@@ -208,11 +226,20 @@ def test_circular_shifts_roll():
 @pytest.mark.parametrize("padding", ["circular", "zeros"])
 def test_waves_are_shifted_as_the_augmentation_shifts_them(padding):
     still, moved = (
-        datasets.waves(5, length=16, noise=0.0, padding=padding, shifts=torch.full((5,), by), generator=seeded())[:][0]
+        datasets.waves(
+            5,
+            length=16,
+            noise=0.0,
+            padding=padding,
+            shifts=torch.full((5,), by),
+            generator=seeded(),
+        )[:][0]
         for by in (0.0, 0.25)
     )
     augmentation = Sequence(init={"shift": 0.25}, padding=padding)
-    torch.testing.assert_close(augmentation.apply(still, torch.tensor([[[-1.0, 0.0]]])).squeeze(1), moved)
+    torch.testing.assert_close(
+        augmentation.apply(still, torch.tensor([[[-1.0, 0.0]]])).squeeze(1), moved
+    )
 
 
 def test_waves_with_zeros_are_cut_and_keep_their_label():
@@ -245,7 +272,11 @@ def test_the_shapes_of_waves_have_a_seed_of_their_own():
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [({"max_shift": 1.5}, "max_shift"), ({"padding": "reflect"}, "circular or zeros"), ({"n_classes": 1}, "n_classes")],
+    [
+        ({"max_shift": 1.5}, "max_shift"),
+        ({"padding": "reflect"}, "circular or zeros"),
+        ({"n_classes": 1}, "n_classes"),
+    ],
 )
 def test_waves_explain_bad_arguments(arguments, match):
     with pytest.raises(ValueError, match=match):
@@ -257,7 +288,9 @@ def test_regression_targets_are_decided_by_the_radius():
     assert x.shape == (400, 2)
     torch.testing.assert_close(y, (2 * (x**2).sum(1, keepdim=True).sqrt()).cos())
     x, y = datasets.rotation_regression(4000, 0.2).tensors
-    assert (y - (2 * x.norm(dim=1, keepdim=True)).cos()).std().item() == pytest.approx(0.2, abs=0.01)
+    assert (y - (2 * x.norm(dim=1, keepdim=True)).cos()).std().item() == pytest.approx(
+        0.2, abs=0.01
+    )
 
 
 # Images, read.
@@ -312,7 +345,9 @@ def test_npz_files_of_all_layouts(tmp_path, shape, in_shape):
     assert (split.name, split.n_classes) == ("mine", 6)
     assert split.y_test.tolist() == [0, 1, 2, 3]
     assert split.y_test.dtype == torch.int64
-    torch.testing.assert_close(split.x_train, (torch.arange(6) / 255).view(6, 1, 1, 1).expand(6, *in_shape))
+    torch.testing.assert_close(
+        split.x_train, (torch.arange(6) / 255).view(6, 1, 1, 1).expand(6, *in_shape)
+    )
 
 
 def test_channels_are_moved_and_not_reshaped(tmp_path):
@@ -328,7 +363,9 @@ def test_subsets_are_decided_by_the_seed(tmp_path):
     assert not torch.equal(first.y_train, other.y_train)
     assert len(set(first.y_train.tolist())) == 20
     assert len(set(first.y_test.tolist())) == 10
-    torch.testing.assert_close(first.x_train[:, 0, 0, 0], first.y_train / 255)  # images keep their labels
+    torch.testing.assert_close(
+        first.x_train[:, 0, 0, 0], first.y_train / 255
+    )  # images keep their labels
     assert first.n_classes == 200
     assert torch.equal(load(path, n_train=30).y_train[:20], first.y_train)
     assert len(load(path, n_train=30).y_test) == 100
@@ -341,10 +378,19 @@ def test_subsets_are_decided_by_the_seed(tmp_path):
         ({"x_train": np.full((6, 5, 7), np.nan)}, "x_train holds NaN"),
         ({"x_train": np.full((6, 5, 7), 255.0)}, r"in \[0, 1\], but x_train goes from 255 to 255"),
         ({"x_train": np.zeros((6, 5, 7), np.int32)}, "x_train must be uint8.*int32"),
-        ({"x_train": np.zeros((6, 35), np.uint8)}, r"x_train must be \[n, h, w\].*got shape \[6, 35\]"),
-        ({"x_train": np.zeros((6, 5, 7, 4), np.uint8)}, r"one or three channels, got shape \[6, 5, 7, 4\]"),
+        (
+            {"x_train": np.zeros((6, 35), np.uint8)},
+            r"x_train must be \[n, h, w\].*got shape \[6, 35\]",
+        ),
+        (
+            {"x_train": np.zeros((6, 5, 7, 4), np.uint8)},
+            r"one or three channels, got shape \[6, 5, 7, 4\]",
+        ),
         ({"x_train": np.zeros((6, 3, 7, 3), np.uint8)}, r"got shape \[6, 3, 7, 3\]"),
-        ({"x_train": np.zeros((6, 5, 8), np.uint8)}, r"differ in shape, \[1, 5, 8\] and \[1, 5, 7\]"),
+        (
+            {"x_train": np.zeros((6, 5, 8), np.uint8)},
+            r"differ in shape, \[1, 5, 8\] and \[1, 5, 7\]",
+        ),
         ({"x_train": np.zeros((0, 5, 7), np.uint8)}, "x_train is empty"),
         ({"y_train": np.zeros((6, 1), np.uint8)}, r"y_train must be \[n\].*got shape \[6, 1\]"),
         ({"y_train": np.zeros(6)}, "y_train .*float64"),
@@ -360,7 +406,9 @@ def test_bad_arrays_are_explained(tmp_path, changes, match):
 def test_bad_files_and_sources_are_explained(tmp_path):
     found = arrays()
     del found["y_test"]
-    with pytest.raises(ValueError, match=r"lacks y_test; it needs x_train, .*, and has x_train, y_train, x_test"):
+    with pytest.raises(
+        ValueError, match=r"lacks y_test; it needs x_train, .*, and has x_train, y_train, x_test"
+    ):
         load(saved(tmp_path, found))
     with pytest.raises(FileNotFoundError, match=r"no file .*absent\.npz"):
         load(tmp_path / "absent.npz")
@@ -368,7 +416,8 @@ def test_bad_files_and_sources_are_explained(tmp_path):
     with pytest.raises(ValueError, match="not an archive"):
         load(tmp_path / "text.npz")
     with pytest.raises(
-        ValueError, match="unknown source 'imagenet'; choose from digits, mnist, fashion-mnist, cifar10"
+        ValueError,
+        match="unknown source 'imagenet'; choose from digits, mnist, fashion-mnist, cifar10",
     ):
         load("imagenet")
 
@@ -391,8 +440,12 @@ def test_mnist_is_read_from_the_files_of_torchvision(tmp_path):
     folder.mkdir(parents=True)
     for part, stem in (("train", "train"), ("test", "t10k")):
         x, y = found[f"x_{part}"], found[f"y_{part}"]
-        (folder / f"{stem}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, len(x), 28, 28) + x.tobytes())
-        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, len(y)) + y.tobytes())
+        (folder / f"{stem}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, len(x), 28, 28) + x.tobytes()
+        )
+        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, len(y)) + y.tobytes()
+        )
     split = load("mnist", root=tmp_path)
     assert (split.in_shape, split.name) == ((1, 28, 28), "mnist")
     assert split.y_train.tolist() == list(range(6))

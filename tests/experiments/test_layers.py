@@ -13,7 +13,14 @@ from laplace_invariance.experiments import layers as layerwise
 from laplace_invariance.experiments.layers import LayerExperiment, learn_layers
 from laplace_invariance.experiments.learn import Experiment, learn
 
-SMALL = {"width": 1, "n_train": 60, "n_test": 30, "n_epochs": 2, "n_epochs_burnin": 2, "marglik_frequency": 2}
+SMALL = {
+    "width": 1,
+    "n_train": 60,
+    "n_test": 30,
+    "n_epochs": 2,
+    "n_epochs_burnin": 2,
+    "marglik_frequency": 2,
+}
 SMALL |= {"n_hypersteps": 2, "batch_size": 30, "output_rank": 1}
 FILES = {
     "checkpoint.pt",
@@ -49,14 +56,18 @@ def test_quadrants_of_either_task_are_the_same_draws():
     assert torch.equal(y, labels)
     assert torch.equal(both // 4, labels)
     assert x.shape == (9, 1, 32, 32)
-    assert not torch.equal(both, quadrants(images, labels, "both", torch.Generator().manual_seed(4))[1])
+    assert not torch.equal(
+        both, quadrants(images, labels, "both", torch.Generator().manual_seed(4))[1]
+    )
 
 
 def test_images_that_shrink_keep_their_mean():
     images = torch.rand(4, 1, 28, 28)
     x, _ = quadrants(images, torch.zeros(4, dtype=torch.long), "digit")
     torch.testing.assert_close(4 * x.mean((1, 2, 3)), images.mean((1, 2, 3)), rtol=0.02, atol=0)
-    checkers = (torch.arange(28) % 2).to(x).expand(1, 1, 28, 28)  # alias-free: grey, not stripes of another width
+    checkers = (
+        (torch.arange(28) % 2).to(x).expand(1, 1, 28, 28)
+    )  # alias-free: grey, not stripes of another width
     tile = quadrants(checkers, torch.zeros(1, dtype=torch.long), "digit")[0]
     assert (tile[tile > 0] - 0.5).abs().max() < 0.2
 
@@ -70,10 +81,25 @@ def test_images_that_shrink_keep_their_mean():
             {"task": "place"},
             "unknown task 'place'; choose from digit, both",
         ),
-        (torch.rand(2, 1, 4, 4), torch.zeros(2).long(), {"size": 15}, "size must be even and positive.* got 15"),
-        (torch.rand(2, 4, 4), torch.zeros(2).long(), {}, r"\[n, channels, height, width\], got shape \[2, 4, 4\]"),
+        (
+            torch.rand(2, 1, 4, 4),
+            torch.zeros(2).long(),
+            {"size": 15},
+            "size must be even and positive.* got 15",
+        ),
+        (
+            torch.rand(2, 4, 4),
+            torch.zeros(2).long(),
+            {},
+            r"\[n, channels, height, width\], got shape \[2, 4, 4\]",
+        ),
         (2 + torch.rand(2, 1, 4, 4), torch.zeros(2).long(), {}, r"must be in \[0, 1\]"),
-        (torch.rand(2, 1, 4, 4), torch.zeros(3).long(), {}, r"2 images need labels \[2\] of integers, got shape \[3\]"),
+        (
+            torch.rand(2, 1, 4, 4),
+            torch.zeros(3).long(),
+            {},
+            r"2 images need labels \[2\] of integers, got shape \[3\]",
+        ),
         (torch.rand(2, 1, 4, 4), torch.zeros(2), {}, "of torch.float"),
     ],
 )
@@ -210,9 +236,13 @@ def test_interrupted_experiment_goes_on(finished, tmp_path, monkeypatch):
 
 
 def test_map_keeps_priors_and_estimates_the_evidence_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(layerwise.importlib.util, "find_spec", lambda _: None)  # as without matplotlib
+    monkeypatch.setattr(
+        layerwise.importlib.util, "find_spec", lambda _: None
+    )  # as without matplotlib
     outcome = learn_layers(LayerExperiment(method="map", kind="conv", **SMALL), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {name for name in FILES if not name.endswith("png")}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        name for name in FILES if not name.endswith("png")
+    }
     assert math.isfinite(outcome.evidence)
     assert all(record["evidence"] is None for record in outcome.history)
     assert set(outcome.result.prior_precisions.values()) == {1.0}
@@ -228,7 +258,10 @@ def test_priors_may_be_shared_and_slots_told_apart(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(layerwise, "marglik_training", spy)
-    for options in ({}, {"prior_structure": [".*bias"], "per_slot": True, "n_epochs_burnin": 9, "lr": 0.02}):
+    for options in (
+        {},
+        {"prior_structure": [".*bias"], "per_slot": True, "n_epochs_burnin": 9, "lr": 0.02},
+    ):
         with pytest.raises(KeyboardInterrupt):
             learn_layers(LayerExperiment(task="plain", **SMALL | options))
     (_, plain, first), (model, loader, second) = seen
@@ -244,7 +277,8 @@ def test_priors_may_be_shared_and_slots_told_apart(monkeypatch):
 
 def test_rotated_images_differ_and_labels_do_not():
     made = [
-        layerwise._data(LayerExperiment(transform=kind, **SMALL))[0].tensors for kind in ("original", "fully_rotated")
+        layerwise._data(LayerExperiment(transform=kind, **SMALL))[0].tensors
+        for kind in ("original", "fully_rotated")
     ]
     assert torch.equal(made[0][1], made[1][1])
     assert (made[0][0] - made[1][0]).abs().mean() > 0.05
@@ -260,7 +294,10 @@ def test_rotated_images_differ_and_labels_do_not():
         ({"width": 0}, "width must be positive, got 0"),
         ({"lr": float("nan")}, "lr must be positive, got nan"),
         ({"n_hypersteps": -1}, "n_hypersteps must not be negative, got -1"),
-        ({"prior_structure": "paths"}, "unknown prior_structure 'paths'; choose from layerwise, path, scalar"),
+        (
+            {"prior_structure": "paths"},
+            "unknown prior_structure 'paths'; choose from layerwise, path, scalar",
+        ),
     ],
 )
 def test_experiments_refuse(options, match):
@@ -289,7 +326,13 @@ def test_layers_prints_the_report(tmp_path, capfd):
     cli.main(["layers", *arguments, "--out", str(tmp_path / "run")])
     out, err = capfd.readouterr()
     assert (tmp_path / "run" / "report.txt").read_text() in out
-    for word in ("layer8  s_conv (S-CONV)", "test accuracy", "log evidence", "plain: images as they are", "layers.png"):
+    for word in (
+        "layer8  s_conv (S-CONV)",
+        "test accuracy",
+        "log evidence",
+        "plain: images as they are",
+        "layers.png",
+    ):
         assert word in out
     for word in ("1/1", "evidence", "accuracy"):
         assert word in err

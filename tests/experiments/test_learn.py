@@ -55,7 +55,13 @@ def test_methods_share_images_and_initial_weights(monkeypatch):
     def spy(model, loader, **kwargs):
         net = model.net if hasattr(model, "net") else model
         data = kwargs["marglik_loader"].dataset.tensors[0]
-        seen.append((data, [p.detach().clone() for p in net.parameters()], kwargs["valid_loader"].dataset.tensors[0]))
+        seen.append(
+            (
+                data,
+                [p.detach().clone() for p in net.parameters()],
+                kwargs["valid_loader"].dataset.tensors[0],
+            )
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(experiments, "marglik_training", spy)
@@ -89,7 +95,9 @@ def test_directory_has_everything_and_is_not_overwritten(tmp_path):
 def test_interrupted_experiment_goes_on(tmp_path, monkeypatch):
     experiment = Experiment(**SMALL)
     whole = learn(experiment)
-    monkeypatch.setattr(experiments, "_draw", lambda *_: 1 / 0)  # dies after training, before the summary
+    monkeypatch.setattr(
+        experiments, "_draw", lambda *_: 1 / 0
+    )  # dies after training, before the summary
     with pytest.raises(ZeroDivisionError):
         learn(experiment, tmp_path)
     monkeypatch.undo()
@@ -144,7 +152,9 @@ def test_table_names_what_was_wanted_and_the_widest_of_the_rest():
 
 def test_comparison_may_lack_cells_but_not_mix():
     plain = Outcome(Experiment(method="none"), 0.5, -1.0, {}, {}, {}, None, 1.0)
-    other = Outcome(Experiment(method="fixed", transform="original"), 0.25, -1.0, {}, {}, {}, None, 1.0)
+    other = Outcome(
+        Experiment(method="fixed", transform="original"), 0.25, -1.0, {}, {}, {}, None, 1.0
+    )
     comparison = Comparison({("fully_rotated", "none"): [plain], ("original", "fixed"): [other]})
     assert "| none | 50.0 | - |\n| fixed | - | 25.0 |" in comparison.markdown()
     assert comparison.accuracies() == {"fully_rotated": {"none": 0.5}, "original": {"fixed": 0.25}}
@@ -156,7 +166,18 @@ def test_comparison_may_lack_cells_but_not_mix():
 
 
 def test_learn_prints_words(tmp_path, capfd):
-    arguments = ["--train", "100", "--test", "50", "--epochs", "4", "--samples", "2", "--transform", "fully-rotated"]
+    arguments = [
+        "--train",
+        "100",
+        "--test",
+        "50",
+        "--epochs",
+        "4",
+        "--samples",
+        "2",
+        "--transform",
+        "fully-rotated",
+    ]
     cli.main(["learn", *arguments, "--out", str(tmp_path / "run")])
     out, err = capfd.readouterr()
     for word in ("rotation        ±", "true ±180.0 degrees", "test accuracy", "history.jsonl"):
@@ -171,7 +192,19 @@ def test_learn_prints_words(tmp_path, capfd):
 
 def test_compare_prints_one_table(tmp_path, capsys):
     arguments = ["--train", "100", "--test", "50", "--epochs", "2", "--samples", "2", "--quiet"]
-    cli.main(["compare", *arguments, "--transform", "original", "--method", "none", "fixed", "--out", str(tmp_path)])
+    cli.main(
+        [
+            "compare",
+            *arguments,
+            "--transform",
+            "original",
+            "--method",
+            "none",
+            "fixed",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     assert "| none |" in capsys.readouterr().out
 
 
@@ -201,12 +234,26 @@ def test_bad_arguments_are_explained_and_write_nothing(tmp_path, arguments, matc
 
 def test_range_that_is_not_finite_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["learn", "--method", "fixed", "--fixed", "rotation=nan", "--out", str(tmp_path / "out")])
+        cli.main(
+            [
+                "learn",
+                "--method",
+                "fixed",
+                "--fixed",
+                "rotation=nan",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
     assert "the range of rotation must be finite" in capsys.readouterr().err
 
 
 def test_data_without_labels_is_refused(tmp_path):
-    path = npz(tmp_path / "images.npz", x_train=np.zeros((9, 8, 8), np.uint8), x_test=np.zeros((9, 8, 8), np.uint8))
+    path = npz(
+        tmp_path / "images.npz",
+        x_train=np.zeros((9, 8, 8), np.uint8),
+        x_test=np.zeros((9, 8, 8), np.uint8),
+    )
     with pytest.raises(SystemExit, match="lacks y_train, y_test"):
         cli.main(["learn", "--data", path, "--quiet", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

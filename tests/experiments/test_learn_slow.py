@@ -10,7 +10,8 @@ from laplace_invariance.experiments.learn import Experiment, learn
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "rotation"), [("fully_rotated", math.pi), ("partially_rotated", math.pi / 2), ("original", 0.0)]
+    ("kind", "rotation"),
+    [("fully_rotated", math.pi), ("partially_rotated", math.pi / 2), ("original", 0.0)],
 )
 def test_digits_teach_how_far_they_were_turned(kind, rotation):
     torch.set_default_dtype(torch.float32)

@@ -19,7 +19,12 @@ from laplace_invariance.experiments.measure import (
 from laplace_invariance.metrics import JacobianSpectrum
 
 SMALL = {"n_train": 60, "n_test": 20, "n_epochs": 2}
-FILES = {f"{method}.json" for method in METHODS} | {"experiment.json", "invariance.png", "report.txt", "spectra.png"}
+FILES = {f"{method}.json" for method in METHODS} | {
+    "experiment.json",
+    "invariance.png",
+    "report.txt",
+    "spectra.png",
+}
 
 
 @pytest.fixture
@@ -66,7 +71,12 @@ def test_networks_are_what_their_names_say(finished):
         assert found.saliency > 1 - 1e-5
     for method in ("plain", "augmented", "regularised"):
         assert networks[method].invariance["digits"].logit > 1e-3
-    assert set(networks["evidence"].ranges) == {"identity", "quarter_turn", "half_turn", "three_quarter_turn"}
+    assert set(networks["evidence"].ranges) == {
+        "identity",
+        "quarter_turn",
+        "half_turn",
+        "three_quarter_turn",
+    }
     assert networks["plain"].ranges == {}
     assert networks["tied"].accuracy == networks["tied"].accuracy_turned
 
@@ -124,7 +134,9 @@ def test_images_are_turned_for_those_who_learn_from_turned_ones():
 
     def epochs(method):
         loader = measurement._loaders(method, group, split)["train_loader"]
-        return [{tuple(image.flatten().tolist()) for x, _ in loader for image in x} for _ in range(2)]
+        return [
+            {tuple(image.flatten().tolist()) for x, _ in loader for image in x} for _ in range(2)
+        ]
 
     upright = {tuple(image.flatten().tolist()) for image in split.x_train}
     for method, (first, second) in ((method, epochs(method)) for method in METHODS):
@@ -133,7 +145,9 @@ def test_images_are_turned_for_those_who_learn_from_turned_ones():
 
 
 def test_rotations_are_learnt_and_measured():
-    measured = measure(MeasurementExperiment(group="rotations", n_samples=4, **SMALL), ["tied", "evidence"])
+    measured = measure(
+        MeasurementExperiment(group="rotations", n_samples=4, **SMALL), ["tied", "evidence"]
+    )
     networks = measured.networks
     assert 1e-6 < networks["tied"].invariance["digits"].logit < 1  # sampled, so not exact
     assert "degrees" in networks["evidence"].ranges["rotation"]
@@ -143,7 +157,11 @@ def test_rotations_are_learnt_and_measured():
 def test_works_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(measurement.importlib.util, "find_spec", lambda _: None)
     measure(MeasurementExperiment(**SMALL | {"n_epochs": 1}), ["plain"], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"experiment.json", "plain.json", "report.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "experiment.json",
+        "plain.json",
+        "report.txt",
+    }
 
 
 # The command line.
@@ -160,12 +178,34 @@ def write_images(path, size, seed=0):
 
 
 def test_measure_prints_the_tables(tmp_path, capfd):
-    files = ["--data", write_images(tmp_path / "some.npz", 9), "--shifted", write_images(tmp_path / "others.npz", 9, 1)]
-    arguments = ["measure", *files, "--method", "plain", "tied", "--epochs", "1", "--strength", "0.5"]
+    files = [
+        "--data",
+        write_images(tmp_path / "some.npz", 9),
+        "--shifted",
+        write_images(tmp_path / "others.npz", 9, 1),
+    ]
+    arguments = [
+        "measure",
+        *files,
+        "--method",
+        "plain",
+        "tied",
+        "--epochs",
+        "1",
+        "--strength",
+        "0.5",
+    ]
     arguments += ["--out", str(tmp_path / "run")]
     cli.main(arguments)
     out, err = capfd.readouterr()
-    for word in ("some, quarter-turns, seed 0", "others", "predictive", "saliency", "singular values", "spectra.png"):
+    for word in (
+        "some, quarter-turns, seed 0",
+        "others",
+        "predictive",
+        "saliency",
+        "singular values",
+        "spectra.png",
+    ):
         assert word in out
     assert "plain: trained on images as they are" in err
     saved = json.loads((tmp_path / "run" / "experiment.json").read_text())
@@ -192,7 +232,9 @@ def test_experiments_refuse(options, match):
 
 @pytest.mark.parametrize("methods", [[], ["magic"]])
 def test_unknown_methods_are_refused(methods):
-    with pytest.raises(ValueError, match=r"methods must be some of plain, augmented.*got (none|\['magic'\])"):
+    with pytest.raises(
+        ValueError, match=r"methods must be some of plain, augmented.*got (none|\['magic'\])"
+    ):
         measure(MeasurementExperiment(**SMALL), methods)
 
 
@@ -201,7 +243,10 @@ def test_unknown_methods_are_refused(methods):
     [
         (["--data", "nothing"], "unknown source 'nothing'"),
         (["--shifted", "nothing"], "unknown source 'nothing'"),
-        (["--shifted", "SIZE"], r"images of other are \[1, 11, 11\], and those of digits \[1, 8, 8\]"),
+        (
+            ["--shifted", "SIZE"],
+            r"images of other are \[1, 11, 11\], and those of digits \[1, 8, 8\]",
+        ),
         (["--train", "100000"], "n_train must be between"),
         (["--strength", "-1"], "strength must be finite and not negative, got -1"),
     ],

@@ -23,7 +23,18 @@ from laplace_invariance.layers import (
 )
 from laplace_invariance.metrics import effective_parameters, equivariance_error, layer_report
 
-KINDS = ["fc", "conv", "fc+conv", "f_fc", "f_fc+conv", "s_fc", "s_conv", "s_fc+s_conv", "f_fc+conv+gconv", "gconv"]
+KINDS = [
+    "fc",
+    "conv",
+    "fc+conv",
+    "f_fc",
+    "f_fc+conv",
+    "s_fc",
+    "s_conv",
+    "s_fc+s_conv",
+    "f_fc+conv+gconv",
+    "gconv",
+]
 
 
 def size(model):
@@ -43,7 +54,9 @@ def size(model):
     ],
 )
 def test_has_as_many_parameters_as_in_the_paper(kind, expected):
-    with torch.device("meta" if "fc" in kind and kind != "s_fc" else "cpu"):  # only counted, where it is large
+    with torch.device(
+        "meta" if "fc" in kind and kind != "s_fc" else "cpu"
+    ):  # only counted, where it is large
         assert size(equivariant_cnn(kind, 3, 10)) == expected
 
 
@@ -63,7 +76,9 @@ def test_equivariant_networks_are_invariant(kind):
     net, x = equivariant_cnn(kind, 2, 3, width=1), torch.randn(3, 2, 32, 32)
     assert equivariance_error(net, "shifts", x[:1]) < 1e-10
     together = net(x)
-    torch.testing.assert_close(torch.cat([net(image.unsqueeze(0)) for image in x]), together, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([net(image.unsqueeze(0)) for image in x]), together, rtol=1e-10, atol=1e-12
+    )
     turned = equivariance_error(net, "p4", x)
     assert turned < 1e-10 if kind == "gconv" else turned > 1e-2
 
@@ -73,7 +88,9 @@ def test_group_network_stays_equivariant_with_other_kernels():
     for kernel in ("full", "separable"):
         net = equivariant_cnn("gconv", 1, 3, width=1, kernel=kernel)
         assert equivariance_error(net, ("shifts", "p4"), x, max_elements=20) < 1e-10
-    assert equivariance_error(equivariant_cnn("gconv", 1, 3, width=1, group="p4m"), "p4m", x) < 1e-10
+    assert (
+        equivariance_error(equivariant_cnn("gconv", 1, 3, width=1, group="p4m"), "p4m", x) < 1e-10
+    )
 
 
 def test_convolutions_beside_group_convolutions_are_subsampled_with_them():
@@ -90,7 +107,10 @@ def test_free_paths_break_the_symmetry(kind):
 
 def test_free_paths_start_near_zero_beside_an_equivariant_one():
     torch.manual_seed(0)
-    both, alone = equivariant_cnn("f_fc+conv", 1, 3, width=4), equivariant_cnn("f_fc", 1, 3, width=4)
+    both, alone = (
+        equivariant_cnn("f_fc+conv", 1, 3, width=4),
+        equivariant_cnn("f_fc", 1, 3, width=4),
+    )
     x = torch.randn(20, 1, 32, 32)
     for net, expected in ((both, 0.01), (alone, math.sqrt(2))):
         layer = net.layer1.f_fc
@@ -102,12 +122,19 @@ def test_paths_but_the_first_start_closed():
     net = nn.Sequential(equivariant_cnn("f_fc+conv+gconv", 1, 3, width=2))
     found = closed_paths(net, 50.0)
     names = [name for name, _ in net.named_parameters()]
-    by_name = {n: next((v for pattern, v in found.items() if re.fullmatch(pattern, n)), None) for n in names}
+    by_name = {
+        n: next((v for pattern, v in found.items() if re.fullmatch(pattern, n)), None)
+        for n in names
+    }
     assert {n for n, v in by_name.items() if v is None} == {
         n for n in names if ".gconv." in n or "layer9" in n or "layer10" in n
     }
-    assert by_name["0.layer1.conv.layer.weight"] == by_name["0.layer1.f_fc.layer.theta_1.bias"] == 50.0
-    assert by_name["0.layer1.f_fc.layer.theta_2.weight"] == 4 * 1024  # the inverse of its initial variance
+    assert (
+        by_name["0.layer1.conv.layer.weight"] == by_name["0.layer1.f_fc.layer.theta_1.bias"] == 50.0
+    )
+    assert (
+        by_name["0.layer1.f_fc.layer.theta_2.weight"] == 4 * 1024
+    )  # the inverse of its initial variance
     assert by_name["0.layer8.f_fc.layer.theta_2.weight"] == 4 * 4
     assert set(closed_paths(net, 50.0, shared=True).values()) == {50.0}
     assert closed_paths(equivariant_cnn("conv", 1, 3, width=1)) == {}
@@ -140,7 +167,13 @@ def small():
 def fitted(structure="kron", model=None, backend=AugmentedGGN):
     model = small() if model is None else model
     x, y = torch.randn(10, 1, 4, 4), torch.randint(3, (10,))
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure=structure, backend=backend)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        backend=backend,
+    )
     la.fit(DataLoader(TensorDataset(x, y), batch_size=4))
     return la, x, y
 
@@ -151,10 +184,14 @@ def test_effective_parameters_are_the_trace_of_curvature_times_covariance():
     precision = torch.rand(len(sizes)) + 0.5
     la.prior_precision = precision
     exact = ggn(la.model, la.model(x), "classification").detach()
-    shares = (exact @ torch.linalg.inv(exact + precision.repeat_interleave(torch.tensor(sizes)).diag())).diagonal()
+    shares = (
+        exact @ torch.linalg.inv(exact + precision.repeat_interleave(torch.tensor(sizes)).diag())
+    ).diagonal()
     found = effective_parameters(la)
     assert list(found) == [name for name, _ in la.model.named_parameters()]
-    torch.testing.assert_close(torch.tensor(list(found.values())), torch.stack([p.sum() for p in shares.split(sizes)]))
+    torch.testing.assert_close(
+        torch.tensor(list(found.values())), torch.stack([p.sum() for p in shares.split(sizes)])
+    )
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag"])
@@ -175,7 +212,13 @@ def test_effective_parameters_of_a_stock_backend_agree():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     ours, x, y = fitted(model=model)
-    stock = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", backend=CurvlinopsGGN)
+    stock = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=CurvlinopsGGN,
+    )
     stock.fit(DataLoader(TensorDataset(x, y), batch_size=4))
     assert effective_parameters(stock) == pytest.approx(effective_parameters(ours))
 
@@ -197,7 +240,9 @@ def test_layer_report_says_which_path_is_in_use():
     assert f_fc.precision == pytest.approx(1e6)
     assert f_fc.precisions["theta_1.weight"] == pytest.approx(1e6)
     path = la.model[0].f_fc
-    assert f_fc.norm == pytest.approx(torch.cat([p.flatten() for p in path.parameters()]).norm().item())
+    assert f_fc.norm == pytest.approx(
+        torch.cat([p.flatten() for p in path.parameters()]).norm().item()
+    )
     lines = str(report).splitlines()
     assert len(lines) == 3
     assert "conv (CONV)" in lines[1]
@@ -218,10 +263,14 @@ def test_layer_report_needs_paths_and_a_fit():
     with pytest.raises(ValueError, match="no ResidualPathway"):
         layer_report(la)
     for structure in ("kron", "diag", "full"):
-        unfitted = Laplace(small(), "classification", subset_of_weights="all", hessian_structure=structure)
+        unfitted = Laplace(
+            small(), "classification", subset_of_weights="all", hessian_structure=structure
+        )
         with pytest.raises(TypeError, match=r"need a fitted Laplace.*before fit\(\)"):
             layer_report(unfitted)
-    last = Laplace(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), "classification", hessian_structure="kron")
+    last = Laplace(
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), "classification", hessian_structure="kron"
+    )
     for wrong in (last, small()):
         with pytest.raises(TypeError, match=f"need a fitted Laplace.*{type(wrong).__name__}"):
             layer_report(wrong)
@@ -243,7 +292,9 @@ def test_layer_report_counts_a_shared_path_wherever_it_is():
     first, second = (ResidualPathway(conv=conv, f_fc=FactoredLinear2d(1, 1, 4)) for _ in range(2))
     model = nn.Sequential(first, nn.Tanh(), second, nn.Flatten(), nn.Linear(16, 3))
     places = layer_report(fitted(model=model)[0]).places
-    assert [row.path for row in places["0"]] == [row.path for row in places["2"]] == ["conv", "f_fc"]
+    assert (
+        [row.path for row in places["0"]] == [row.path for row in places["2"]] == ["conv", "f_fc"]
+    )
     assert places["0"][0].effective == places["2"][0].effective > 0
 
 
@@ -299,7 +350,9 @@ def test_convert_treats_a_convolution_alike_wherever_it_is():
         pass
 
     with pytest.warns(UserWarning, match="0: subclasses of nn.Conv2d.*left as they are"):
-        net = convert(nn.Sequential(Other(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)), (1, 4, 4))
+        net = convert(
+            nn.Sequential(Other(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)), (1, 4, 4)
+        )
     assert type(net[0]) is Other
     assert isinstance(net[1], ResidualPathway)
 

@@ -39,7 +39,9 @@ def test_factored_equals_its_dense_matrix():
     torch.testing.assert_close(matrix, expected.flatten(2).flatten(0, 1).detach())
     for c_out, x_out in itertools.product(range(3), range(6)):
         through = sum(theta_1[x_out, c_out, c] * layer.theta_2.bias[c_out] for c in range(2))
-        torch.testing.assert_close(offset[6 * c_out + x_out], (through + layer.theta_1.bias[x_out]).detach())
+        torch.testing.assert_close(
+            offset[6 * c_out + x_out], (through + layer.theta_1.bias[x_out]).detach()
+        )
 
 
 def test_dense_layer_is_a_linear_one():
@@ -52,7 +54,9 @@ def test_dense_layer_is_a_linear_one():
 @pytest.mark.parametrize("cls", [FactoredLinear2d, Linear2d])
 def test_sizes_that_do_not_match_are_named(cls):
     layer = cls(2, 3, (4, 5))
-    with pytest.raises(ValueError, match=rf"{cls.__name__} was built for \[n, 2, 4, 5\], got shape \[7, 2, 5, 4\]"):
+    with pytest.raises(
+        ValueError, match=rf"{cls.__name__} was built for \[n, 2, 4, 5\], got shape \[7, 2, 5, 4\]"
+    ):
         layer(torch.zeros(7, 2, 5, 4))
     with pytest.raises(ValueError, match="in_shape must be height and width"):
         cls(2, 3, (4, 5, 6))
@@ -100,18 +104,24 @@ def kfac_and_exact(model, x, name, **options):
 @pytest.mark.parametrize("per_slot", [False, True])
 def test_theta_2_is_exact_for_one_datum_and_one_input_channel(per_slot):
     model = classifier(channels=1)
-    approximate, exact = kfac_and_exact(model, torch.randn(1, 1, 2, 3), "0.theta_2.weight", per_slot=per_slot)
+    approximate, exact = kfac_and_exact(
+        model, torch.randn(1, 1, 2, 3), "0.theta_2.weight", per_slot=per_slot
+    )
     torch.testing.assert_close(approximate, exact)
 
 
 @pytest.mark.parametrize("per_slot", [False, True])
 def test_theta_1_is_exact_for_one_datum_and_one_output_channel(per_slot):
     model = classifier(out_channels=1)
-    approximate, exact = kfac_and_exact(model, torch.randn(1, 2, 2, 3), "0.theta_1.weight", per_slot=per_slot)
+    approximate, exact = kfac_and_exact(
+        model, torch.randn(1, 2, 2, 3), "0.theta_1.weight", per_slot=per_slot
+    )
     torch.testing.assert_close(approximate, exact)
 
 
-@pytest.mark.parametrize(("channels", "out_channels", "name"), [(3, 2, "0.theta_2.weight"), (2, 3, "0.theta_1.weight")])
+@pytest.mark.parametrize(
+    ("channels", "out_channels", "name"), [(3, 2, "0.theta_2.weight"), (2, 3, "0.theta_1.weight")]
+)
 def test_several_channels_are_approximate_and_per_slot_is_closer(channels, out_channels, name):
     model, x = classifier(channels, out_channels), torch.randn(5, channels, 2, 3)
     shared, exact = kfac_and_exact(model, x, name)
@@ -198,7 +208,9 @@ def test_stock_laplace_fits_differentiates_and_predicts(per_slot):
     model, x, y = classifier(), torch.randn(12, 2, 2, 3), torch.randint(4, (12,))
     loader = DataLoader(TensorDataset(x, y), batch_size=5)
     options = {"backend": AugmentedGGN, "backend_kwargs": {"per_slot": per_slot}}
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", **options)
+    la = Laplace(
+        model, "classification", subset_of_weights="all", hessian_structure="kron", **options
+    )
     la.fit(loader)
     n = len(list(model.parameters()))
     log_precision = torch.randn(n).requires_grad_()
@@ -219,12 +231,18 @@ def test_stock_laplace_fits_differentiates_and_predicts(per_slot):
     la.prior_precision = log_precision.detach().exp()
     covariance = torch.linalg.inv(matrix + la.prior_precision.repeat_interleave(sizes).diag())
     jacobians, _ = la.backend.jacobians(x[:3])
-    torch.testing.assert_close(la.functional_variance(jacobians), jacobians @ covariance @ jacobians.mT)
+    torch.testing.assert_close(
+        la.functional_variance(jacobians), jacobians @ covariance @ jacobians.mT
+    )
     torch.testing.assert_close(la.posterior_precision.diag(-1), covariance.diagonal())
 
-    again = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", **options)
+    again = Laplace(
+        model, "classification", subset_of_weights="all", hessian_structure="kron", **options
+    )
     load_state_dict(again, la.state_dict())
-    torch.testing.assert_close(again.functional_variance(jacobians), la.functional_variance(jacobians))
+    torch.testing.assert_close(
+        again.functional_variance(jacobians), la.functional_variance(jacobians)
+    )
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
@@ -237,7 +255,9 @@ def test_batches_add_up_in_blocks(approx, per_slot):
     assert isinstance(parts, DifferentiableKron)
     inner = whole.kfacs[index_of(model, "0.theta_2.weight")][1]
     assert inner.shape == (2, 6, 6)  # never the 12 x 12 matrix
-    assert whole.kfacs[index_of(model, "0.theta_2.weight")][0].shape == ((2, 3, 3) if per_slot else (3, 3))
+    assert whole.kfacs[index_of(model, "0.theta_2.weight")][0].shape == (
+        (2, 3, 3) if per_slot else (3, 3)
+    )
     for ours, theirs in zip(whole.kfacs, parts.kfacs, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -268,7 +288,9 @@ def test_a_pathway_is_the_sum_of_its_paths():
     named = ResidualPathway(conv=conv, f_fc=fc)
     assert list(named.paths) == ["conv", "f_fc"]
     assert "f_fc.theta_1.weight" in dict(named.named_parameters())
-    with pytest.raises(ValueError, match=r"same shape, got conv: \[5, 3, 4, 4\], f_fc: \[5, 3, 2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"same shape, got conv: \[5, 3, 4, 4\], f_fc: \[5, 3, 2, 2\]"
+    ):
         ResidualPathway(conv=conv, f_fc=FactoredLinear2d(2, 3, 4, 2))(x)
     torch.testing.assert_close(ResidualPathway(conv, conv)(x), 2 * conv(x))
     with pytest.raises(ValueError, match="'0' is given in order and by name"):
@@ -280,12 +302,18 @@ def test_a_pathway_is_the_sum_of_its_paths():
 
 
 def test_paths_that_keep_the_size_are_pooled_together():
-    first, second, fc = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(2, 3, 1), FactoredLinear2d(2, 3, 4, 2)
+    first, second, fc = (
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.Conv2d(2, 3, 1),
+        FactoredLinear2d(2, 3, 4, 2),
+    )
     pool, x = nn.MaxPool2d(2), torch.randn(5, 2, 4, 4)
     pathway = ResidualPathway(first, second, fc, pool=pool)
     torch.testing.assert_close(pathway(x), pool(first(x) + second(x)) + fc(x))
     assert list(pathway.paths) == ["0", "1", "2"]
-    torch.testing.assert_close(ResidualPathway(first, second, pool=pool)(x), pool(first(x) + second(x)))
+    torch.testing.assert_close(
+        ResidualPathway(first, second, pool=pool)(x), pool(first(x) + second(x))
+    )
     with pytest.raises(ValueError, match=r"pooled 0: \[5, 3, 2, 2\], 1: \[5, 3, 3, 3\]"):
         ResidualPathway(first, FactoredLinear2d(2, 3, 4, 3), pool=pool)(x)
 

@@ -16,12 +16,6 @@ from laplace_invariance.layers.symmetry import Group
 TURNS = {"p1": 1, "p2": 2, "p4": 4, "pm": 1, "p4m": 4}
 
 
-
-
-
-
-
-
 def act(group, element, x):
     """An element on images, with torch's own turns and flips."""
     if group.name not in TURNS:
@@ -35,7 +29,11 @@ def after_inverse(group, r, s):
     if group.name not in TURNS:
         return (s - r) % 3
     probe = torch.arange(9).view(3, 3)
-    (found,) = [q for q in range(group.order) if torch.equal(act(group, r, act(group, q, probe)), act(group, s, probe))]
+    (found,) = [
+        q
+        for q in range(group.order)
+        if torch.equal(act(group, r, act(group, q, probe)), act(group, s, probe))
+    ]
     return found
 
 
@@ -58,7 +56,9 @@ def dense(layer, shape):
     _, n_in, *order_in, height, width = shape
     n_out, order, groups = layer.out_channels, group.order, layer.groups
     full = not lifting and layer.kernel == "full"
-    weight = layer.weight.detach().reshape(n_out, n_in // groups, order if full else 1, *layer.kernel_size)
+    weight = layer.weight.detach().reshape(
+        n_out, n_in // groups, order if full else 1, *layer.kernel_size
+    )
     (kh, kw), (ph, pw), (dh, dw) = layer.kernel_size, layer.padding, layer.dilation
     out_height, out_width = height + 2 * ph - dh * (kh - 1), width + 2 * pw - dw * (kw - 1)
     matrix = torch.zeros(n_out, order, out_height, out_width, n_in, *order_in, height, width)
@@ -66,11 +66,15 @@ def dense(layer, shape):
         channel = d // (n_out // groups) * (n_in // groups) + c
         for s in range(order) if full else [r]:
             filter_ = act(group, r, weight[d, c, after_inverse(group, r, s) if full else 0])
-            for i, j, u, v in itertools.product(range(out_height), range(out_width), range(kh), range(kw)):
+            for i, j, u, v in itertools.product(
+                range(out_height), range(out_width), range(kh), range(kw)
+            ):
                 y = source(i - ph + dh * u, height, layer.padding_mode)
                 x = source(j - pw + dw * v, width, layer.padding_mode)
                 if y is not None and x is not None:
-                    matrix[d, r, i, j][(channel, y, x) if lifting else (channel, s, y, x)] += filter_[u, v]
+                    matrix[d, r, i, j][(channel, y, x) if lifting else (channel, s, y, x)] += (
+                        filter_[u, v]
+                    )
     return matrix.flatten(4).flatten(0, 3), (n_out, order, out_height, out_width)
 
 
@@ -86,7 +90,9 @@ def test_layer_equals_its_dense_matrix(build, shape):
 
 
 @pytest.mark.parametrize(("build", "shape"), GROUP, ids=name_of)
-def test_weights_are_shared_over_positions_and_elements(build, shape):  # that rules equal autograd is in test_rules.py
+def test_weights_are_shared_over_positions_and_elements(
+    build, shape
+):  # that rules equal autograd is in test_rules.py
     module = build()
     output = module(torch.randn(shape))
     for block in rules()[type(module)](module):
@@ -103,7 +109,9 @@ def test_the_rule_is_differentiable_in_the_input():
 
 
 def test_separable_is_full_with_the_product_as_its_filter():
-    separable = GroupConv2d(6, 4, 3, kernel="separable", padding=1, padding_mode="circular", groups=2)
+    separable = GroupConv2d(
+        6, 4, 3, kernel="separable", padding=1, padding_mode="circular", groups=2
+    )
     full = GroupConv2d(6, 4, 3, padding=1, padding_mode="circular", groups=2)
     with torch.no_grad():
         full.weight.copy_(separable.spatial.weight * separable.mixing.weight)
@@ -114,7 +122,11 @@ def test_separable_is_full_with_the_product_as_its_filter():
 
 def test_separable_leaves_all_parameters_to_its_parts():
     separable = GroupConv2d(3, 5, 3, kernel="separable")
-    assert [name for name, _ in separable.named_parameters()] == ["mixing.weight", "spatial.weight", "spatial.bias"]
+    assert [name for name, _ in separable.named_parameters()] == [
+        "mixing.weight",
+        "spatial.weight",
+        "spatial.bias",
+    ]
     assert list(rules()[GroupConv2d](separable)) == []
     assert check_model(separable)
 
@@ -135,7 +147,9 @@ def test_the_trivial_group_is_a_plain_convolution(mode):
     torch.manual_seed(1)
     on_group = GroupConv2d(4, 6, 3, padding=1, padding_mode=mode, groups=2, group="p1")
     x = torch.randn(2, 4, 5, 7)
-    torch.testing.assert_close(on_group(x.unsqueeze(2)).squeeze(2), plain(x))  # initial values agree as well
+    torch.testing.assert_close(
+        on_group(x.unsqueeze(2)).squeeze(2), plain(x)
+    )  # initial values agree as well
 
 
 def test_initial_values_fill_their_range():
@@ -182,8 +196,13 @@ def test_groups_act_on_features():
     group, x = Group.of("p4m"), torch.randn(2, 3, 8, 4, 4)
     for g, h in itertools.product(range(8), range(8)):
         moved = group.transform_features(x, g)
-        torch.testing.assert_close(moved[:, :, h], act(group, g, x[:, :, after_inverse(group, g, h)]))
-        twice, product = group.transform_features(moved, h), group.transform_features(x, int(group.table[h, g]))
+        torch.testing.assert_close(
+            moved[:, :, h], act(group, g, x[:, :, after_inverse(group, g, h)])
+        )
+        twice, product = (
+            group.transform_features(moved, h),
+            group.transform_features(x, int(group.table[h, g])),
+        )
         assert torch.equal(twice, product)
 
 

@@ -47,7 +47,11 @@ def test_constant_channels_are_not_blown_up():
 
 @pytest.mark.parametrize(
     ("mean", "std", "match"),
-    [([0.0], [1.0, 1.0], r"shapes \[1\] and \[2\]"), ([0.0], [0.0], "std positive"), ([math.nan], [1.0], "finite")],
+    [
+        ([0.0], [1.0, 1.0], r"shapes \[1\] and \[2\]"),
+        ([0.0], [0.0], "std positive"),
+        ([math.nan], [1.0], "finite"),
+    ],
 )
 def test_standardise_explains_bad_arguments(mean, std, match):
     with pytest.raises(ValueError, match=match):
@@ -61,8 +65,22 @@ def test_standardise_refuses_other_channels():
 
 def test_mlp_has_the_layers_that_were_asked_for():
     net = mlp((2, 3, 5), 7, width=11, depth=2, activation=nn.ReLU)
-    assert [type(layer) for layer in net] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    assert [tuple(p.shape) for p in net.parameters()] == [(11, 30), (11,), (11, 11), (11,), (7, 11), (7,)]
+    assert [type(layer) for layer in net] == [
+        nn.Flatten,
+        nn.Linear,
+        nn.ReLU,
+        nn.Linear,
+        nn.ReLU,
+        nn.Linear,
+    ]
+    assert [tuple(p.shape) for p in net.parameters()] == [
+        (11, 30),
+        (11,),
+        (11, 11),
+        (11,),
+        (7, 11),
+        (7,),
+    ]
     assert net(torch.rand(4, 2, 3, 5)).shape == (4, 7)
     assert len(list(mlp((30,), 7, depth=0).parameters())) == 2
     with pytest.raises(ValueError, match="depth must not be negative, got -1"):
@@ -108,7 +126,11 @@ def test_fixup_scales_the_first_convolutions_of_blocks_by_their_number():
 
 def test_fixup_has_as_many_layers_as_it_says():
     net = FixupResNet(3, 10, depth=14, width=4)
-    weights = [module for module in net.modules() if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3)]
+    weights = [
+        module
+        for module in net.modules()
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3)
+    ]
     assert len(weights) + 1 == 14
     for depth in (2, 10, 15):
         with pytest.raises(ValueError, match=rf"8, 14, 20, .*got {depth}"):
@@ -128,8 +150,12 @@ def test_fixup_trains_from_its_start_and_can_go_back():
     assert loss.item() < 0.4  # log(2) at the start
     net.reset_parameters()
     assert torch.equal(net(x), torch.zeros(32, 2))
-    assert all(module.bias.item() == 0 for module in net.modules() if isinstance(module, ScalarBias))
-    assert all(module.scale.item() == 1 for module in net.modules() if isinstance(module, ScalarScale))
+    assert all(
+        module.bias.item() == 0 for module in net.modules() if isinstance(module, ScalarBias)
+    )
+    assert all(
+        module.scale.item() == 1 for module in net.modules() if isinstance(module, ScalarScale)
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5, 4)])
@@ -138,15 +164,26 @@ def test_rule_equals_autograd(build, shape):
     module, x, g = randomised(build()), torch.randn(shape), torch.randn(shape)
     output = module(x)
     (parameter,) = module.parameters()
-    expected = [torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0] for i in range(2)]
+    expected = [
+        torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0] for i in range(2)
+    ]
     (block,) = rules()[build](module)
     a = None if block.a is None else block.a(x)
-    torch.testing.assert_close(kfac.jacobian(a, block.g(g), 2, elementwise=True), torch.stack(expected))
+    torch.testing.assert_close(
+        kfac.jacobian(a, block.g(g), 2, elementwise=True), torch.stack(expected)
+    )
 
 
 def test_scalars_have_exact_blocks():
     net = randomised(
-        nn.Sequential(nn.Conv2d(1, 2, 3), ScalarBias(), nn.Tanh(), ScalarScale(), nn.Flatten(), nn.Linear(8, 3))
+        nn.Sequential(
+            nn.Conv2d(1, 2, 3),
+            ScalarBias(),
+            nn.Tanh(),
+            ScalarScale(),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        )
     )
     x, y = torch.randn(5, 1, 4, 4), torch.randint(3, (5,))
     _, kron = AugmentedGGN(net, "classification").kron(x, y, N=5)
@@ -173,7 +210,13 @@ def test_curvature_covers_every_parameter(name, at_start):
     if not at_start:
         randomised(net)
     assert check_model(net)
-    la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+    la = Laplace(
+        net,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+    )
     la.fit(digits())
     assert len(la.H_facs.kfacs) == len(list(net.parameters()))
     assert math.isfinite(la.log_marginal_likelihood())
@@ -188,7 +231,13 @@ def test_the_evidence_of_an_invariant_network_has_a_gradient(name):
 
     def evidence():
         torch.manual_seed(1)
-        la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", backend=AugmentedGGN)
+        la = Laplace(
+            model,
+            "classification",
+            subset_of_weights="all",
+            hessian_structure="kron",
+            backend=AugmentedGGN,
+        )
         la.fit(loader)
         return la.log_marginal_likelihood()
 

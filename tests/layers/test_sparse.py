@@ -32,13 +32,14 @@ KINDS = ("regression", "exponential")
 CLASSES = 3
 
 
-
 # The basis.
 
 
 def twin_basis(kind, omega, anchors, height, width):
     """``Phi``, one entry at a time."""
-    points = [(i - (height - 1) / 2, j - (width - 1) / 2) for i in range(height) for j in range(width)]
+    points = [
+        (i - (height - 1) / 2, j - (width - 1) / 2) for i in range(height) for j in range(width)
+    ]
 
     def kernel(a, b):
         return math.exp(-(omega**2) * ((a[0] - b[0]) ** 2 + (a[1] - b[1]) ** 2) / 2)
@@ -47,7 +48,10 @@ def twin_basis(kind, omega, anchors, height, width):
     if kind == "exponential":
         return k_zt
     return (
-        torch.linalg.inv(torch.tensor([[kernel(z, y) for y in anchors] for z in anchors]) + 1e-4 * torch.eye(len(k_zt)))
+        torch.linalg.inv(
+            torch.tensor([[kernel(z, y) for y in anchors] for z in anchors])
+            + 1e-4 * torch.eye(len(k_zt))
+        )
         @ k_zt
     )
 
@@ -78,7 +82,9 @@ def test_a_basis_of_all_points_is_all_functions():
     torch.testing.assert_close(basis.matrix()[inverse], torch.eye(6), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 3), (3, 5), (4, 4), (5, 6), (1, 7), (32, 32)])
+@pytest.mark.parametrize(
+    ("height", "width"), [(1, 1), (3, 3), (3, 5), (4, 4), (5, 6), (1, 7), (32, 32)]
+)
 def test_half_of_the_points_are_a_chessboard(height, width):
     order = spread(height, width)
     assert sorted(order.tolist()) == list(range(height * width))
@@ -96,7 +102,8 @@ def test_few_anchors_are_spread():
 
 def test_random_anchors_are_distinct_and_come_from_the_generator():
     first, again, other = (
-        Basis((4, 4), anchors="random", generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+        Basis((4, 4), anchors="random", generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
     )
     assert torch.equal(first.anchors, again.anchors)
     assert not torch.equal(first.anchors, other.anchors)
@@ -117,7 +124,10 @@ def test_derivative_equals_autograd_and_differences(kind):
     [
         ({"kind": "spline"}, "kind must be one of 'regression', 'exponential', got 'spline'"),
         ({"anchors": "corner"}, "anchors must be one of 'grid', 'random', 'learnt', got 'corner'"),
-        ({"learn_omega": True}, "learn_omega must be one of 'fixed', 'weight', 'hyperparameter', got True"),
+        (
+            {"learn_omega": True},
+            "learn_omega must be one of 'fixed', 'weight', 'hyperparameter', got True",
+        ),
         ({"n_anchors": 10}, "at most 9, the points of a grid of 3 x 3; got 10"),
         ({"n_anchors": 0}, "n_anchors must be at least 1 .* got 0"),
         ({"omega": 0.0}, "omega must be positive and finite, got 0.0"),
@@ -146,10 +156,13 @@ def test_other_bad_input_is_named():
     with pytest.raises(TypeError, match="unexpected keyword argument 'omga'"):
         SparseConv2d(3, 4, 3, omga=1.0)
     with pytest.raises(
-        ValueError, match=r"SparseConv2d was built for \[n, 3, height, width\], got shape \[2, 4, 5, 5\]"
+        ValueError,
+        match=r"SparseConv2d was built for \[n, 3, height, width\], got shape \[2, 4, 5, 5\]",
     ):
         SparseConv2d(3, 4, 3)(torch.zeros(2, 4, 5, 5))
-    with pytest.raises(ValueError, match=r"SparseLinear2d was built for \[n, 2, 4, 5\], got shape \[7, 2, 5, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"SparseLinear2d was built for \[n, 2, 4, 5\], got shape \[7, 2, 5, 4\]"
+    ):
         SparseLinear2d(2, 3, (4, 5))(torch.zeros(7, 2, 5, 4))
     with pytest.raises(ValueError, match="at most 4, the points of a grid of 2 x 2; got 5"):
         SparseLinear2d(2, 3, 4, 2, n_anchors=5)
@@ -211,7 +224,9 @@ def twin_convolution(layer, filters, shape):
         before = (0, 0) if padding == "valid" else padding
         out = [
             (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, p, d, k, s in zip(sizes, before, layer.dilation, layer.kernel_size, layer.stride, strict=True)
+            for n, p, d, k, s in zip(
+                sizes, before, layer.dilation, layer.kernel_size, layer.stride, strict=True
+            )
         ]
     per_group, outputs_per_group = channels // layer.groups, layer.out_channels // layer.groups
     matrix = torch.zeros(layer.out_channels, *out, *shape)
@@ -239,7 +254,8 @@ def test_sparse_convolution_equals_its_dense_matrix(options, kind):
     torch.testing.assert_close(matrix, twin_convolution(layer, filters, shape))
     if layer.bias is not None:
         torch.testing.assert_close(
-            offset.unflatten(0, (6, -1)), layer.bias.detach().unsqueeze(1).expand(6, len(offset) // 6)
+            offset.unflatten(0, (6, -1)),
+            layer.bias.detach().unsqueeze(1).expand(6, len(offset) // 6),
         )
 
 
@@ -276,7 +292,9 @@ def test_layers_start_like_dense_ones(kind, omega):
     assert theta_1.square().mean().item() == pytest.approx(0.5**2 / 20, rel=0.1)
     assert not layer.basis_out.bias.any()
     sparse, dense = SparseConv2d(20, 30, 5, kind=kind, omega=omega), nn.Conv2d(20, 30, 5)
-    assert sparse.filters().square().mean().item() == pytest.approx(dense.weight.square().mean().item(), rel=0.1)
+    assert sparse.filters().square().mean().item() == pytest.approx(
+        dense.weight.square().mean().item(), rel=0.1
+    )
     assert sparse.bias.abs().max() <= dense.weight.abs().max() * 1.01
 
 
@@ -296,10 +314,15 @@ def test_rule_equals_autograd(build, shape):
     for name, block in blocks.items():
         parameter = getattr(module, name)
         expected = torch.stack(
-            [torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0].flatten() for i in (0, 1)]
+            [
+                torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0].flatten()
+                for i in (0, 1)
+            ]
         )
         a = None if block.a is None else block.a(x)
-        torch.testing.assert_close(kfac.jacobian(a, block.g(g), 2, elementwise=block.elementwise), expected)
+        torch.testing.assert_close(
+            kfac.jacobian(a, block.g(g), 2, elementwise=block.elementwise), expected
+        )
         if a is not None:
             other = torch.randn(shape)
             torch.testing.assert_close(block.a(2 * x + other), 2 * a + block.a(other))
@@ -308,7 +331,8 @@ def test_rule_equals_autograd(build, shape):
 @pytest.mark.parametrize("learn_omega", ["fixed", "weight", "hyperparameter"])
 def test_every_parameter_is_covered(learn_omega):
     model = nn.Sequential(
-        SparseConv2d(1, 2, 3, learn_omega=learn_omega), SparseLinear2d(2, 3, 4, learn_omega=learn_omega)
+        SparseConv2d(1, 2, 3, learn_omega=learn_omega),
+        SparseLinear2d(2, 3, 4, learn_omega=learn_omega),
     )
     assert check_model(model)
     weights = {name for name, _ in model.named_parameters() if "omega" in name}
@@ -322,15 +346,24 @@ def test_every_parameter_is_covered(learn_omega):
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
 def test_sparse_curvature_is_dense_curvature_projected(options, approx):
-    sparse, dense = SparseConv2d(4, 6, (2, 3), omega=0.8, **options), nn.Conv2d(4, 6, (2, 3), **options)
-    dense.load_state_dict({"weight": sparse.filters()} | ({"bias": sparse.bias} if sparse.bias is not None else {}))
+    sparse, dense = (
+        SparseConv2d(4, 6, (2, 3), omega=0.8, **options),
+        nn.Conv2d(4, 6, (2, 3), **options),
+    )
+    dense.load_state_dict(
+        {"weight": sparse.filters()} | ({"bias": sparse.bias} if sparse.bias is not None else {})
+    )
     x, y = torch.randn(5, 4, 5, 7), torch.randint(CLASSES, (5,))
     rest = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(sparse(x[:1]).numel(), CLASSES))
     (_, found), (_, expected) = (
-        AugmentedGGN(nn.Sequential(layer, rest), "classification", kfac_approx=approx).kron(x, y, N=5)
+        AugmentedGGN(nn.Sequential(layer, rest), "classification", kfac_approx=approx).kron(
+            x, y, N=5
+        )
         for layer in (sparse, dense)
     )
-    projection = torch.kron(torch.eye(4 // sparse.groups), sparse.matrix())  # [channels m, channels t]
+    projection = torch.kron(
+        torch.eye(4 // sparse.groups), sparse.matrix()
+    )  # [channels m, channels t]
     torch.testing.assert_close(found.kfacs[0][1], projection @ expected.kfacs[0][1] @ projection.mT)
     torch.testing.assert_close(found.kfacs[0][0], expected.kfacs[0][0])
     torch.testing.assert_close(found.kfacs[1:], expected.kfacs[1:])
@@ -378,7 +411,10 @@ def test_diagonal_and_dense_curvature_are_exact(backend):
         expected = ggn(model, model(x), "classification").detach()
     else:
         losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-        rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        rows = [
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            for loss in losses
+        ]
         jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
         expected = jacobian.mT @ jacobian
     torch.testing.assert_close(backend(model, "classification").full(x, y)[1], expected)
@@ -510,7 +546,10 @@ def solves(monkeypatch):
 
 @pytest.mark.parametrize("learn_omega", ["fixed", "hyperparameter"])
 def test_the_matrix_is_kept_until_something_changes(learn_omega, solves):
-    layer, x = SparseConv2d(1, 2, 3, learn_omega=learn_omega, anchors="learnt"), torch.randn(2, 1, 5, 5)
+    layer, x = (
+        SparseConv2d(1, 2, 3, learn_omega=learn_omega, anchors="learnt"),
+        torch.randn(2, 1, 5, 5),
+    )
 
     def solved():
         solves.clear()
@@ -577,13 +616,17 @@ def saved(model):
 
 
 @pytest.mark.parametrize("learn_omega", ["fixed", "weight", "hyperparameter"])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved]
+)
 @pytest.mark.parametrize("build", [convolutional, factored])
 def test_copies_are_independent(build, duplicate, learn_omega):
     model, x = build(learn_omega=learn_omega, anchors="random"), torch.randn(2, 1, 5, 4)
     expected = model(x)
     twin = duplicate(model)
-    assert all(module._cache is None for module in twin.modules() if isinstance(module, Basis))  # not in files
+    assert all(
+        module._cache is None for module in twin.modules() if isinstance(module, Basis)
+    )  # not in files
     torch.testing.assert_close(twin(x), expected, rtol=0, atol=0)
     for module in twin.modules():
         if isinstance(module, Basis):
@@ -592,7 +635,9 @@ def test_copies_are_independent(build, duplicate, learn_omega):
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     model.load_state_dict(twin.state_dict())
     torch.testing.assert_close(model(x), twin(x))
-    assert [n for n, _ in li.named_hyperparameters(model)] == [n for n, _ in li.named_hyperparameters(twin)]
+    assert [n for n, _ in li.named_hyperparameters(model)] == [
+        n for n, _ in li.named_hyperparameters(twin)
+    ]
 
 
 def test_single_precision_agrees_with_double():

@@ -54,7 +54,9 @@ def priors_of(model, structure, precision=1.0):
 
 def members(groups):
     """Sets of tensors that share, without the names of the groups."""
-    return {frozenset(name for name in groups if groups[name] == group) for group in groups.values()}
+    return {
+        frozenset(name for name in groups if groups[name] == group) for group in groups.values()
+    }
 
 
 # Who shares.
@@ -75,7 +77,8 @@ def test_a_model_that_is_a_pathway_has_its_paths():
 def test_the_innermost_path_counts():
     inner = ResidualPathway(a=nn.Linear(2, 2), b=nn.Linear(2, 2))
     model = nn.Sequential(
-        ResidualPathway(free=nn.Sequential(nn.Linear(2, 2), inner), b=nn.Linear(2, 2)), nn.Linear(2, 3)
+        ResidualPathway(free=nn.Sequential(nn.Linear(2, 2), inner), b=nn.Linear(2, 2)),
+        nn.Linear(2, 3),
     )
     assert members(grouping(model, "path")) == {
         frozenset({"0.free.0.weight", "0.free.0.bias"}),
@@ -118,7 +121,9 @@ def test_patterns_match_whole_names_and_the_first_counts(patterns, expected):
 
 
 def test_captured_texts_tell_groups_apart():
-    model = nn.Sequential(*(ResidualPathway(conv=nn.Conv2d(1, 1, 1), free=nn.Conv2d(1, 1, 1)) for _ in range(2)))
+    model = nn.Sequential(
+        *(ResidualPathway(conv=nn.Conv2d(1, 1, 1), free=nn.Conv2d(1, 1, 1)) for _ in range(2))
+    )
     assert members(grouping(model, [r"(\d)\.free\..*", r".*\.conv\.(.*)"])) == {
         frozenset({"0.free.weight", "0.free.bias"}),
         frozenset({"1.free.weight", "1.free.bias"}),
@@ -179,7 +184,9 @@ def test_gradient_is_the_sum_of_its_tensors_and_that_of_differences(structure, h
     step = 1e-5
     for i, gradient in enumerate(shared.log_precision.grad.tolist()):
         move = step * torch.eye(len(values))[i]
-        assert gradient == pytest.approx((evidence(values + move) - evidence(values - move)) / (2 * step), rel=1e-6)
+        assert gradient == pytest.approx(
+            (evidence(values + move) - evidence(values - move)) / (2 * step), rel=1e-6
+        )
 
 
 def test_penalty_has_the_precision_of_each_tensors_group():
@@ -187,7 +194,11 @@ def test_penalty_has_the_precision_of_each_tensors_group():
     priors = priors_of(model, "path")
     priors.log_precision.data.normal_()
     named = priors.named()
-    expected = sum(named[PATHS[n]] * p.detach().square().sum() for n, p in model.named_parameters()) / 2 / 7
+    expected = (
+        sum(named[PATHS[n]] * p.detach().square().sum() for n, p in model.named_parameters())
+        / 2
+        / 7
+    )
     torch.testing.assert_close(priors.penalty(7).detach(), expected)
 
 
@@ -201,8 +212,12 @@ def test_tensors_of_a_group_learn_one_precision(structure):
     result = li.marglik_training(model, loader_of(images()), prior_structure=structure, **FEW)
     groups = grouping(model, structure)
     assert set(result.prior_precisions) == set(groups.values())
-    assert len(set(result.prior_precisions.values())) == len(result.prior_precisions)  # each has learnt its own
-    assert result.prior_precision.tolist() == [result.prior_precisions[group] for group in groups.values()]
+    assert len(set(result.prior_precisions.values())) == len(
+        result.prior_precisions
+    )  # each has learnt its own
+    assert result.prior_precision.tolist() == [
+        result.prior_precisions[group] for group in groups.values()
+    ]
     assert torch.equal(result.la.prior_precision, result.prior_precision)
     record = result.history[result.best_epoch - 1]
     assert record["prior_precisions"] == result.prior_precisions
@@ -216,7 +231,9 @@ def test_groups_of_one_are_the_layerwise_structure():
     data = images()
     for structure in ("layerwise", [], [r"(.*)"]):
         torch.manual_seed(0)
-        found.append(li.marglik_training(network(), loader_of(data), prior_structure=structure, **FEW))
+        found.append(
+            li.marglik_training(network(), loader_of(data), prior_structure=structure, **FEW)
+        )
     for other in found[1:]:
         assert torch.equal(found[0].prior_precision, other.prior_precision)
         assert (found[0].losses, found[0].margliks) == (other.losses, other.margliks)
@@ -250,7 +267,8 @@ def test_resume_needs_the_same_groups(tmp_path):
     with pytest.raises(ValueError, match=r"number of prior precisions is 8 there and 4 here"):
         run("path", 2)
     with pytest.raises(
-        ValueError, match=r"groups of prior precisions differ: 0\.conv\.weight is 0\.conv\.weight there"
+        ValueError,
+        match=r"groups of prior precisions differ: 0\.conv\.weight is 0\.conv\.weight there",
     ):
         run([r"0\.(.*)\.weight"], 2)
     with pytest.raises(ValueError, match=r"groups of prior precisions is .* there and None here"):
@@ -267,10 +285,22 @@ def test_resume_needs_the_same_groups(tmp_path):
 @pytest.mark.parametrize(
     ("structure", "error", "match"),
     [
-        ("layer", ValueError, "one of 'scalar', 'layerwise', 'diag', 'path' or a list of .*, got 'layer'"),
+        (
+            "layer",
+            ValueError,
+            "one of 'scalar', 'layerwise', 'diag', 'path' or a list of .*, got 'layer'",
+        ),
         (r".*bias", ValueError, r"a pattern goes into a list: \['\.\*bias'\]"),
-        ([r".*bias", "0.conv"], ValueError, r"'0\.conv', which matches no whole name .* 0\.conv\.weight, .*, 3\.bias$"),
-        ([r".*", r".*bias"], ValueError, r"'\.\*bias', which matches only what patterns before it match"),
+        (
+            [r".*bias", "0.conv"],
+            ValueError,
+            r"'0\.conv', which matches no whole name .* 0\.conv\.weight, .*, 3\.bias$",
+        ),
+        (
+            [r".*", r".*bias"],
+            ValueError,
+            r"'\.\*bias', which matches only what patterns before it match",
+        ),
         ([r"(.*"], ValueError, r"'\(\.\*', which is no regular expression: missing \)"),
         ([3], TypeError, r"a list of regular expressions, got \[3\]"),
         ({r".*bias"}, TypeError, "a list of regular expressions"),  # a set has no first
@@ -302,7 +332,11 @@ def test_precisions_start_where_patterns_say():
     ("structure", "values", "message"),
     [
         ("scalar", {"0.*": 3.0}, "shares its prior precision"),
-        ([".*bias"], {r"0\.bias": 3.0}, "0.bias shares its prior precision|1.bias shares its prior precision"),
+        (
+            [".*bias"],
+            {r"0\.bias": 3.0},
+            "0.bias shares its prior precision|1.bias shares its prior precision",
+        ),
         ("layerwise", {"2.*": 3.0}, r"'2\.\*', which matches no whole name.*0\.weight"),
         ("layerwise", {"0.*": 0.0}, "positive and finite, got 0.0"),
         ("layerwise", {"(": 1.0}, "no regular expression"),
@@ -318,7 +352,8 @@ def test_patterns_that_make_no_start_are_refused(structure, values, message):
 
 def test_free_paths_start_closed_but_for_what_is_frozen_or_a_width():
     paths = ResidualPathway(
-        conv=nn.Conv2d(1, 2, 3, padding=1), s_fc=SparseLinear2d(1, 2, 4, learn_omega="weight", scale=0.01)
+        conv=nn.Conv2d(1, 2, 3, padding=1),
+        s_fc=SparseLinear2d(1, 2, 4, learn_omega="weight", scale=0.01),
     )
     model = nn.Sequential(paths, nn.Flatten(), nn.Linear(32, 3))
     paths.s_fc.theta_1.weight.requires_grad_(False)
@@ -336,6 +371,8 @@ def test_free_paths_start_closed_but_for_what_is_frozen_or_a_width():
 def test_another_start_is_not_resumed(tmp_path):
     loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.randint(2, (8,))), batch_size=4)
     files = {"checkpoint": tmp_path / "run.pt", "history": tmp_path / "run.jsonl"}
-    li.marglik_training(nn.Linear(3, 2), loader, n_epochs=1, prior_prec_init={".*bias": 5.0}, **files)
+    li.marglik_training(
+        nn.Linear(3, 2), loader, n_epochs=1, prior_prec_init={".*bias": 5.0}, **files
+    )
     with pytest.raises(ValueError, match="prior_prec_init"):
         li.marglik_training(nn.Linear(3, 2), loader, n_epochs=2, resume=True, **files)

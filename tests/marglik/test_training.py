@@ -32,7 +32,10 @@ FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 def points(n=30, classes=3):
     x = torch.randn(n, 2)
     return TensorDataset(
-        x, (x[:, 0] > 0).long() + (x.norm(dim=1) > 1.3).long() if classes else x.norm(dim=1, keepdim=True)
+        x,
+        (x[:, 0] > 0).long() + (x.norm(dim=1) > 1.3).long()
+        if classes
+        else x.norm(dim=1, keepdim=True),
     )
 
 
@@ -60,7 +63,11 @@ def bits(state):
 def assert_same(one, other):
     """Bit-equal: weights, hyperparameters, priors, histories."""
     assert without_times(one.history) == without_times(other.history)
-    assert (one.losses, one.margliks, one.best_epoch) == (other.losses, other.margliks, other.best_epoch)
+    assert (one.losses, one.margliks, one.best_epoch) == (
+        other.losses,
+        other.margliks,
+        other.best_epoch,
+    )
     for name, value in one.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name
     assert torch.equal(one.prior_precision, other.prior_precision)
@@ -72,14 +79,26 @@ def assert_same(one, other):
 
 OPTIONS = {
     "defaults": {},
-    "scalar": {"prior_structure": "scalar", "temperature": 0.5, "sigma_noise_init": 0.7, "fix_sigma_noise": True},
-    "diag": {"marglik_frequency": 2, "n_epochs_burnin": 3, "prior_prec_init": 3.0, "prior_structure": "diag"},
+    "scalar": {
+        "prior_structure": "scalar",
+        "temperature": 0.5,
+        "sigma_noise_init": 0.7,
+        "fix_sigma_noise": True,
+    },
+    "diag": {
+        "marglik_frequency": 2,
+        "n_epochs_burnin": 3,
+        "prior_prec_init": 3.0,
+        "prior_structure": "diag",
+    },
 }
 
 
 def known_to_laplace():
     """All combinations but one: laplace has no diagonal prior for Kronecker factors."""
-    combinations = itertools.product(OPTIONS, ["kron", "diag", "full"], ["classification", "regression"])
+    combinations = itertools.product(
+        OPTIONS, ["kron", "diag", "full"], ["classification", "regression"]
+    )
     return [names for names in combinations if names[:2] != ("diag", "kron")]
 
 
@@ -121,7 +140,9 @@ def test_works_with_a_backend_of_laplace():
 
 
 def test_result_unpacks_to_four_and_carries_the_rest():
-    result = li.marglik_training(invariant(), loader_of(points()), valid_loader=loader_of(points(11)), **FEW)
+    result = li.marglik_training(
+        invariant(), loader_of(points()), valid_loader=loader_of(points(11)), **FEW
+    )
     la, model, margliks, losses = result
     assert (la, model, margliks, losses) == (result[0], result[1], result[2], result[3])
     assert len(result) == 4
@@ -132,7 +153,9 @@ def test_result_unpacks_to_four_and_carries_the_rest():
     assert record["evidence"] == pytest.approx(terms)
     assert 0 <= record["valid"]["accuracy"] <= 1
     assert set(record["hyperparameters"]) == set(result.hyperparameters) == {"augmentation.eta"}
-    assert record["ranges"]["augmentation"]["rotation"] == abs(record["hyperparameters"]["augmentation.eta"][2])
+    assert record["ranges"]["augmentation"]["rotation"] == abs(
+        record["hyperparameters"]["augmentation.eta"][2]
+    )
     assert len(record["prior_precision"]) == 4
     assert record["seconds"]["train"] > 0
     assert record["skipped"] == {"weights": 0, "priors": 0, "hyperparameters": 0}
@@ -143,7 +166,10 @@ def test_best_evidence_restores_weights_hyperparameters_and_priors():
     kept = {}
 
     def keep(record, model):
-        kept[record["epoch"]] = (record, {n: p.detach().clone() for n, p in model.named_parameters()})
+        kept[record["epoch"]] = (
+            record,
+            {n: p.detach().clone() for n, p in model.named_parameters()},
+        )
 
     # a huge step of eta after every estimate makes early epochs the best
     result = li.marglik_training(
@@ -156,7 +182,9 @@ def test_best_evidence_restores_weights_hyperparameters_and_priors():
     for name, value in result.model.named_parameters():
         assert torch.equal(value, weights[name])
     assert result.prior_precision.tolist() == record["prior_precision"]
-    found = record["hyperparameters"]["augmentation.eta"]  # those of its evidence, before their step
+    found = record["hyperparameters"][
+        "augmentation.eta"
+    ]  # those of its evidence, before their step
     assert found != kept[result.best_epoch + 1][0]["hyperparameters"]["augmentation.eta"]
     assert result.hyperparameters["augmentation.eta"].tolist() == found
     assert result.model.augmentation.eta.tolist() == found
@@ -192,7 +220,12 @@ def test_step_sees_the_gradient_of_the_evidence(monkeypatch, n_hyper_batches):
     model, loader = invariant(draws="grid"), DataLoader(points(), batch_size=11)
     still = {"n_epochs": 1, "n_hypersteps": 0, "optimizer_kwargs": {"lr": 0.0}}
     li.marglik_training(
-        model, loader, n_hyper_batches=n_hyper_batches, generator=torch.Generator().manual_seed(1), lr_aug=1e-9, **still
+        model,
+        loader,
+        n_hyper_batches=n_hyper_batches,
+        generator=torch.Generator().manual_seed(1),
+        lr_aug=1e-9,
+        **still,
     )
     (found,) = [g for g in seen if g.shape == (6,)]
     assert model.augmentation.eta.requires_grad
@@ -224,7 +257,10 @@ def test_model_is_trained_in_train_mode():
             return x
 
     li.marglik_training(
-        nn.Sequential(Watch(), network()), DataLoader(points(), batch_size=30), n_epochs=2, n_hypersteps=1
+        nn.Sequential(Watch(), network()),
+        DataLoader(points(), batch_size=30),
+        n_epochs=2,
+        n_hypersteps=1,
     )
     first = modes.index(False)
     assert True in modes[first:]
@@ -245,14 +281,23 @@ def test_augerino_moves_them_by_the_loss_and_widens_them_by_its_reward():
         torch.manual_seed(0)
         model = invariant()
         result = li.marglik_training(
-            model, loader_of(points()), objective=Augerino(strength), lr_aug=0.01, lr_aug_min=0.01, **FEW
+            model,
+            loader_of(points()),
+            objective=Augerino(strength),
+            lr_aug=0.01,
+            lr_aug_min=0.01,
+            **FEW,
         )
         moved[strength] = result.history[-1]["hyperparameters"]["augmentation.eta"][2]
         assert result.history[-1]["evidence"] is not None
         assert not torch.equal(result.prior_precision, torch.ones(4))
     assert moved[0.0] != 0.2
     model = li.InvariantModel(
-        network(), li.AffinePoints(init={"rotation": 0.2, "x_scale": 0.3}, learn="rotation", constraint="softplus"), 3
+        network(),
+        li.AffinePoints(
+            init={"rotation": 0.2, "x_scale": 0.3}, learn="rotation", constraint="softplus"
+        ),
+        3,
     )
     result = li.marglik_training(model, loader_of(points()), objective=Augerino(10.0), **FEW)
     found = result.history[-1]["ranges"]["augmentation"]
@@ -260,7 +305,9 @@ def test_augerino_moves_them_by_the_loss_and_widens_them_by_its_reward():
     assert found["x_scale"] == pytest.approx(0.3)  # which is not learnt
     with pytest.raises(ValueError, match="wrap the network in InvariantModel"):
         li.marglik_training(network(), loader_of(points()), objective=Augerino(), **FEW)
-    assert moved[10.0] == pytest.approx(0.2 + 0.01 * 20, abs=0.02)  # 20 batches, each a full step of Adam
+    assert moved[10.0] == pytest.approx(
+        0.2 + 0.01 * 20, abs=0.02
+    )  # 20 batches, each a full step of Adam
     with pytest.raises(ValueError, match="strength"):
         Augerino(-1.0)
 
@@ -305,11 +352,21 @@ def test_loaders_for_the_evidence():
     data = points()
     result = li.marglik_training(invariant(), loader_of(data), marglik_batch_size=30, **FEW)
     assert result.history[-1]["evidence"] is not None
-    li.marglik_training(invariant(), loader_of(data), marglik_loader=DataLoader(data, batch_size=15), **FEW)
+    li.marglik_training(
+        invariant(), loader_of(data), marglik_loader=DataLoader(data, batch_size=15), **FEW
+    )
     with pytest.raises(ValueError, match="not both"):
-        li.marglik_training(invariant(), loader_of(data), marglik_loader=loader_of(data), marglik_batch_size=3, **FEW)
+        li.marglik_training(
+            invariant(),
+            loader_of(data),
+            marglik_loader=loader_of(data),
+            marglik_batch_size=3,
+            **FEW,
+        )
     with pytest.raises(ValueError, match="evidence is that of the training data"):
-        li.marglik_training(invariant(), loader_of(data), marglik_loader=loader_of(points(9)), **FEW)
+        li.marglik_training(
+            invariant(), loader_of(data), marglik_loader=loader_of(points(9)), **FEW
+        )
 
 
 def test_validation_data_chooses_nothing():
@@ -466,7 +523,14 @@ def test_bad_evidence_is_skipped(structure):
         **FEW | {"n_epochs": 6},
     )
     assert result.skipped["priors"] == 2
-    assert [record["evidence"] is None for record in result.history] == [False, False, True, True, False, False]
+    assert [record["evidence"] is None for record in result.history] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     etas = [record["hyperparameters"]["0.augmentation.eta"][2] for record in result.history]
     assert etas[1] != etas[2] == etas[3] == etas[4] != etas[5]
     assert json.loads(json.dumps(result.history, allow_nan=False)) == result.history
@@ -499,9 +563,17 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(t
         ({"n_epochs": 0}, ValueError, "n_epochs must be positive"),
         ({"lr_aug": math.inf}, ValueError, "lr_aug must be positive and finite"),
         ({"n_hyper_batches": 0}, ValueError, "n_hyper_batches"),
-        ({"n_hyper_batches": 1.5}, ValueError, "n_hyper_batches must be positive and finite and whole"),
+        (
+            {"n_hyper_batches": 1.5},
+            ValueError,
+            "n_hyper_batches must be positive and finite and whole",
+        ),
         ({"n_hypersteps": -1}, ValueError, "n_hypersteps must be finite and at least 0"),
-        ({"n_hypersteps": 0, "n_hypersteps_prior": 3}, ValueError, "number of rounds and must be positive"),
+        (
+            {"n_hypersteps": 0, "n_hypersteps_prior": 3},
+            ValueError,
+            "number of rounds and must be positive",
+        ),
         ({"lr_aug_min": math.nan}, ValueError, "lr_aug_min must be finite"),
         ({"optimizer_cls": torch.optim.LBFGS}, ValueError, "LBFGS"),
         ({"objective": Augerino}, TypeError, "objective must be an instance"),
@@ -512,7 +584,11 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(t
             r"no gradient with respect to augmentation\.eta; use backend=AugmentedGGN",
         ),
         (
-            {"train_loader": DataLoader(TensorDataset(torch.randn(9, 2), torch.zeros(9).long()), 3, sampler=[0, 1, 2])},
+            {
+                "train_loader": DataLoader(
+                    TensorDataset(torch.randn(9, 2), torch.zeros(9).long()), 3, sampler=[0, 1, 2]
+                )
+            },
             ValueError,
             "sampler yields 3 of 9",
         ),
@@ -551,11 +627,20 @@ def test_what_cannot_work_fails_before_training():
     callbacks = [lambda record, model: epochs.append(record["epoch"])]
     with pytest.raises(NotImplementedError, match=r"1\.weight"):
         li.marglik_training(
-            nn.Sequential(network(), nn.PReLU()), loader_of(points()), n_epochs_burnin=3, callbacks=callbacks, **FEW
+            nn.Sequential(network(), nn.PReLU()),
+            loader_of(points()),
+            n_epochs_burnin=3,
+            callbacks=callbacks,
+            **FEW,
         )
     with pytest.raises(ValueError, match="Prior precision for Kron"):
         li.marglik_training(
-            network(), loader_of(points()), prior_structure="diag", n_epochs_burnin=3, callbacks=callbacks, **FEW
+            network(),
+            loader_of(points()),
+            prior_structure="diag",
+            n_epochs_burnin=3,
+            callbacks=callbacks,
+            **FEW,
         )
     assert epochs == []
 
@@ -603,7 +688,13 @@ def test_prints_nothing_unless_asked(capfd):
         warnings.simplefilter("error")
         li.marglik_training(invariant(), loader_of(points()), **FEW)
     assert capfd.readouterr() == ("", "")
-    li.marglik_training(invariant(), loader_of(points()), progress_bar=True, valid_loader=loader_of(points(9)), **FEW)
+    li.marglik_training(
+        invariant(),
+        loader_of(points()),
+        progress_bar=True,
+        valid_loader=loader_of(points(9)),
+        **FEW,
+    )
     out, err = capfd.readouterr()
     assert out == ""
     for word in ("4/4", "evidence", "accuracy", "rotation"):
@@ -654,11 +745,16 @@ def run_of(tmp_path, name="run", data=None, **options):
 
         def __getitem__(self, i):
             x, y = self.data[i]
-            return x + 0.01 * np.random.randn() + 0.01 * random.random() + 0.01 * self.rng.normal(), y  # noqa: NPY002
+            return (
+                x + 0.01 * np.random.randn() + 0.01 * random.random() + 0.01 * self.rng.normal(),
+                y,
+            )  # noqa: NPY002
 
     data = torch.utils.data.Subset(Noisy(), range(25))
     loader = DataLoader(data, 7, shuffle=True, generator=torch.Generator().manual_seed(3))
-    net = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3))
+    net = nn.Sequential(
+        nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)
+    )
     augmentation = li.AffinePoints(init={"rotation": 0.2}, learn=("rotation", "x_scale"))
     model = li.InvariantModel(net, augmentation, 3, generator=torch.Generator().manual_seed(4))
     settings = {
@@ -674,7 +770,11 @@ def run_of(tmp_path, name="run", data=None, **options):
     }
     options["callbacks"] = [lambda record, model: torch.rand(3), *options.get("callbacks", [])]
     return li.marglik_training(
-        model, loader, checkpoint=tmp_path / f"{name}.pt", history=tmp_path / f"{name}.jsonl", **settings | options
+        model,
+        loader,
+        checkpoint=tmp_path / f"{name}.pt",
+        history=tmp_path / f"{name}.jsonl",
+        **settings | options,
     )
 
 
@@ -723,10 +823,14 @@ def test_other_files_are_left_alone(tmp_path):
         run_of(tmp_path, n_epochs=2, resume=True)
     assert notes.read_text() == "my notes\n"
     with pytest.raises(ValueError, match="cannot both be"):
-        li.marglik_training(network(), loader_of(points()), checkpoint=tmp_path / "a", history=tmp_path / "a")
+        li.marglik_training(
+            network(), loader_of(points()), checkpoint=tmp_path / "a", history=tmp_path / "a"
+        )
     with pytest.raises(ValueError, match="persistent_workers"):
         li.marglik_training(
-            network(), loader_of(points(), num_workers=1, persistent_workers=True), checkpoint=tmp_path / "b"
+            network(),
+            loader_of(points(), num_workers=1, persistent_workers=True),
+            checkpoint=tmp_path / "b",
         )
 
 
@@ -751,7 +855,14 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
             li.marglik_training(model, loader_of(points()), checkpoint=path, resume=True, **FEW)
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="backend is 'AugmentedGGN' there and 'AugmentedEF' here"):
-        li.marglik_training(invariant(), loader_of(points()), backend=AugmentedEF, checkpoint=path, resume=True, **FEW)
+        li.marglik_training(
+            invariant(),
+            loader_of(points()),
+            backend=AugmentedEF,
+            checkpoint=path,
+            resume=True,
+            **FEW,
+        )
     assert path.read_bytes() == before
 
 
@@ -763,9 +874,13 @@ def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, content):
     if content == "other":
         torch.save({"weights": torch.zeros(3)}, path)
     else:
-        path.write_bytes({"truncated": whole[: len(whole) // 2], "text": b"hello", "empty": b""}[content])
+        path.write_bytes(
+            {"truncated": whole[: len(whole) // 2], "text": b"hello", "empty": b""}[content]
+        )
     damaged = path.read_bytes()
-    with pytest.raises(ValueError, match=r"run\.pt is (not a readable checkpoint|a torch file, but not)"):
+    with pytest.raises(
+        ValueError, match=r"run\.pt is (not a readable checkpoint|a torch file, but not)"
+    ):
         run_of(tmp_path, resume=True)
     assert path.read_bytes() == damaged
 
@@ -821,7 +936,10 @@ def test_killed_run_resumes_bit_equal(tmp_path):
         process = start("killed")
         checkpoint = tmp_path / "killed" / "run.pt"
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        while process.poll() is None and (checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0) == before:
+        while (
+            process.poll() is None
+            and (checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0) == before
+        ):
             time.sleep(0.005)  # until it has got somewhere
         if kills < 4:
             time.sleep(moments.uniform(0, 0.5))
@@ -830,11 +948,19 @@ def test_killed_run_resumes_bit_equal(tmp_path):
             break
         kills += 1
     assert kills >= 2
-    whole, killed = (torch.load(tmp_path / f"{name}.out", weights_only=True) for name in ("whole", "killed"))
+    whole, killed = (
+        torch.load(tmp_path / f"{name}.out", weights_only=True) for name in ("whole", "killed")
+    )
     for name, value in whole.items():
-        assert torch.equal(value, killed[name]) if isinstance(value, torch.Tensor) else value == killed[name], name
+        assert (
+            torch.equal(value, killed[name])
+            if isinstance(value, torch.Tensor)
+            else value == killed[name]
+        ), name
     histories = [
-        without_times([json.loads(line) for line in (tmp_path / name / "run.jsonl").read_text().splitlines()])
+        without_times(
+            [json.loads(line) for line in (tmp_path / name / "run.jsonl").read_text().splitlines()]
+        )
         for name in ("whole", "killed")
     ]
     assert histories[0] == histories[1]

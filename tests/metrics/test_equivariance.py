@@ -58,19 +58,35 @@ def test_groups_by_table_are_equivariant():
     table = [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     hue = Group("hue", table)
     assert (
-        equivariance_error(GroupConv2d(2, 5, 3, group=hue, **CIRCULAR), ["shifts", hue], torch.randn(2, 2, 3, 4, 6))
+        equivariance_error(
+            GroupConv2d(2, 5, 3, group=hue, **CIRCULAR), ["shifts", hue], torch.randn(2, 2, 3, 4, 6)
+        )
         < EXACT
     )
-    assert equivariance_error(nn.Conv3d(2, 5, (3, 1, 1), padding="same"), hue, torch.randn(2, 2, 3, 4, 6)) > CLEAR
+    assert (
+        equivariance_error(
+            nn.Conv3d(2, 5, (3, 1, 1), padding="same"), hue, torch.randn(2, 2, 3, 4, 6)
+        )
+        > CLEAR
+    )
     cycle = Group("cycle", table, permutations={(3, 1): table})
     lifting = LiftingConv2d(2, 5, (3, 1), group=cycle)
     assert equivariance_error(lifting, cycle, torch.randn(2, 2, 3, 1)) < EXACT
-    assert equivariance_error(nn.Sequential(lifting, Spatial(), nn.Flatten()), cycle, torch.randn(2, 2, 3, 1)) > CLEAR
+    assert (
+        equivariance_error(
+            nn.Sequential(lifting, Spatial(), nn.Flatten()), cycle, torch.randn(2, 2, 3, 1)
+        )
+        > CLEAR
+    )
 
 
-@pytest.mark.parametrize(("stride", "shape"), [(2, (3, 2, 6, 6)), (3, (3, 2, 6, 6)), (2, (3, 2, 8, 4, 4))])
+@pytest.mark.parametrize(
+    ("stride", "shape"), [(2, (3, 2, 6, 6)), (3, (3, 2, 6, 6)), (2, (3, 2, 8, 4, 4))]
+)
 def test_polyphase_pool_is_equivariant(stride, shape):
-    assert equivariance_error(PolyphasePool2d(stride), ("shifts", "p4m"), torch.randn(shape)) < EXACT
+    assert (
+        equivariance_error(PolyphasePool2d(stride), ("shifts", "p4m"), torch.randn(shape)) < EXACT
+    )
 
 
 def test_polyphase_pool_is_equivariant_where_the_background_has_the_maximum():
@@ -90,7 +106,9 @@ def test_a_stack_is_equivariant_and_then_invariant(kernel):
     invariant = nn.Sequential(net, Spatial(), nn.Linear(5, 7))
     assert equivariance_error(invariant, ("shifts", "p4"), x) < EXACT
     assert equivariance_error(invariant, "pm", x) > 1e-4  # its filters have no mirror images
-    assert equivariance_error(nn.Sequential(net, nn.Flatten(), nn.Linear(20, 7)), "shifts", x) > CLEAR
+    assert (
+        equivariance_error(nn.Sequential(net, nn.Flatten(), nn.Linear(20, 7)), "shifts", x) > CLEAR
+    )
     turned_and_shifted = x.rot90(1, (-2, -1)).roll((3, 1), (-2, -1))
     torch.testing.assert_close(invariant(turned_and_shifted), invariant(x))
 
@@ -127,7 +145,9 @@ def test_layers_without_shifts_are_found_out(build):
     assert equivariance_error(build(), "shifts", torch.randn(2, 3, 6, 6)) > CLEAR
 
 
-@pytest.mark.parametrize("module", [nn.Conv2d(3, 5, 3, padding=1), PolyphasePool2d(), nn.MaxPool2d(2)])
+@pytest.mark.parametrize(
+    "module", [nn.Conv2d(3, 5, 3, padding=1), PolyphasePool2d(), nn.MaxPool2d(2)]
+)
 @pytest.mark.parametrize("by_hand", ["shifts", "p4"])
 @torch.no_grad()
 def test_error_equals_the_one_by_hand(module, by_hand):
@@ -135,15 +155,28 @@ def test_error_equals_the_one_by_hand(module, by_hand):
     y = module(x)
     size = y.shape[-1]
     worst = 0.0
-    for dy, dx in itertools.product(range(6), range(6)) if by_hand == "shifts" else ((k, None) for k in range(4)):
+    for dy, dx in (
+        itertools.product(range(6), range(6))
+        if by_hand == "shifts"
+        else ((k, None) for k in range(4))
+    ):
         for image, target in zip(x, y, strict=True):
             if dx is None:
-                output, targets = module(image.rot90(dy, (-2, -1))[None])[0], [target.rot90(dy, (-2, -1))]
+                output, targets = (
+                    module(image.rot90(dy, (-2, -1))[None])[0],
+                    [target.rot90(dy, (-2, -1))],
+                )
             elif size == 6:
-                output, targets = module(image.roll((dy, dx), (-2, -1))[None])[0], [target.roll((dy, dx), (-2, -1))]
+                output, targets = (
+                    module(image.roll((dy, dx), (-2, -1))[None])[0],
+                    [target.roll((dy, dx), (-2, -1))],
+                )
             else:
                 output = module(image.roll((dy, dx), (-2, -1))[None])[0]
-                targets = [target.roll(shift, (-2, -1)) for shift in itertools.product(range(size), range(size))]
+                targets = [
+                    target.roll(shift, (-2, -1))
+                    for shift in itertools.product(range(size), range(size))
+                ]
             worst = max(worst, min(float((output - one).norm() / target.norm()) for one in targets))
     for batch_size in (1, 5, 1000):
         error = equivariance_error(module, by_hand, x, batch_size=batch_size)
@@ -162,7 +195,12 @@ def test_a_sample_of_the_shifts():
     x[..., 0, 0] = 1
     generator = torch.Generator().manual_seed(0)
     state = torch.get_rng_state()
-    assert equivariance_error(Watched(), "shifts", x, max_elements=12, batch_size=5, generator=generator) < EXACT
+    assert (
+        equivariance_error(
+            Watched(), "shifts", x, max_elements=12, batch_size=5, generator=generator
+        )
+        < EXACT
+    )
     assert len(seen) == 1 + 12
     assert len(set(seen[1:])) == 12
     assert torch.equal(torch.get_rng_state(), state)
@@ -200,12 +238,22 @@ def test_zero_is_equivariant_and_nan_is_not():
 @pytest.mark.parametrize(
     ("group", "shape", "module", "match"),
     [
-        ("p6", (2, 3, 4, 4), nn.Identity(), "no group 'p6'; choose from shifts, p1, p2, p4, pm, p4m"),
+        (
+            "p6",
+            (2, 3, 4, 4),
+            nn.Identity(),
+            "no group 'p6'; choose from shifts, p1, p2, p4, pm, p4m",
+        ),
         ((), (2, 3, 4, 4), nn.Identity(), "at least one group"),
         ("shifts", (3, 4, 4), nn.Identity(), r"needs images .* got shape \[3, 4, 4\]"),
         ("shifts", (0, 3, 4, 4), nn.Identity(), r"got shape \[0, 3, 4, 4\]"),
         ("p4", (2, 3, 4, 5), nn.Identity(), "height and width must agree, got 4 x 5"),
-        ("p4", (2, 3, 8, 4, 4), nn.Identity(), r"\[n, channels, 4, height, width\], got shape \[2, 3, 8, 4, 4\]"),
+        (
+            "p4",
+            (2, 3, 8, 4, 4),
+            nn.Identity(),
+            r"\[n, channels, 4, height, width\], got shape \[2, 3, 8, 4, 4\]",
+        ),
         ("shifts", (2, 3, 4, 4), nn.Flatten(2), r"must return .* got shape \[2, 3, 16\]"),
         ("shifts", (2, 3, 4, 4), nn.Flatten(0, 1), r"must return .* got shape \[6, 4, 4\]"),
     ],
@@ -222,11 +270,15 @@ def test_settings_must_be_positive():
 
 def test_inputs_are_drawn_if_there_are_none():
     circular = {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}
-    assert equivariance_error(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 2, **circular)), "shifts") < 1e-10
+    assert (
+        equivariance_error(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 2, **circular)), "shifts") < 1e-10
+    )
     assert equivariance_error(GroupConv2d(3, 2, **circular), "p4") < 1e-10
     assert equivariance_error(FactoredLinear2d(3, 2, (4, 5)), "shifts") > 1e-2
     first, second = (
-        equivariance_error(FactoredLinear2d(3, 2, 4), "p4", generator=torch.Generator().manual_seed(seed))
+        equivariance_error(
+            FactoredLinear2d(3, 2, 4), "p4", generator=torch.Generator().manual_seed(seed)
+        )
         for seed in (0, 1)
     )
     assert first != second

@@ -30,7 +30,9 @@ ROTATIONS = {"init": {"rotation": math.pi}, "draws": "sobol"}
 
 
 def plain(size=5, n_out=3):
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * (size - 2) ** 2, n_out))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * (size - 2) ** 2, n_out)
+    )
 
 
 def averaged():
@@ -66,7 +68,9 @@ def test_predictive_is_the_mean_divergence():
             middle = (p + q) / 2
             js += [F.kl_div(middle.log(), one, reduction="sum").item() / 2 for one in (p, q)]
     assert predictive_invariance(model, x, "p4") == pytest.approx(sum(js) / len(kl), rel=1e-10)
-    assert predictive_invariance(model, x, "p4", divergence="kl") == pytest.approx(sum(kl) / len(kl), rel=1e-10)
+    assert predictive_invariance(model, x, "p4", divergence="kl") == pytest.approx(
+        sum(kl) / len(kl), rel=1e-10
+    )
 
 
 def test_divergence_of_saturated_networks_is_finite_and_bounded():
@@ -97,7 +101,8 @@ def test_unrelated_outputs_have_a_logit_measure_of_one():
     class Hash(nn.Module):
         def forward(self, x):
             return (
-                (1e4 * x.flatten(1) * torch.arange(1, 1 + x[0].numel())).sum(-1, keepdim=True) * torch.arange(1, 4)
+                (1e4 * x.flatten(1) * torch.arange(1, 1 + x[0].numel())).sum(-1, keepdim=True)
+                * torch.arange(1, 4)
             ).sin()
 
     assert logit_invariance(Hash(), images(500), "p4") == pytest.approx(1, abs=0.1)
@@ -114,10 +119,14 @@ def test_saliency_is_turned_back():
         for k in (1, 2, 3):
             other = image.detach().rot90(k, (-2, -1)).requires_grad_()
             (there,) = torch.autograd.grad(model(other)[0, best], other)
-            cosines.append(F.cosine_similarity(own.flatten(), there.rot90(-k, (-2, -1)).flatten(), dim=0))
+            cosines.append(
+                F.cosine_similarity(own.flatten(), there.rot90(-k, (-2, -1)).flatten(), dim=0)
+            )
     expected = torch.stack(cosines).mean().item()
     assert saliency_invariance(model, x, "p4") == pytest.approx(expected, rel=1e-10)
-    assert saliency_invariance(model, x, li.FiniteGroup("quarter_turns")) == pytest.approx(expected, rel=1e-10)
+    assert saliency_invariance(model, x, li.FiniteGroup("quarter_turns")) == pytest.approx(
+        expected, rel=1e-10
+    )
     assert abs(expected) < 0.5
 
 
@@ -136,10 +145,16 @@ def test_saliency_under_interpolation_is_moved_back_by_the_transpose():
             (there,) = torch.autograd.grad(model(other)[0, best], other)
             back = there.flatten(2) @ matrix.mT
             kept = (matrix != 0).any(1)
-            cosines.append(F.cosine_similarity(own.flatten(2)[..., kept].flatten(), back[..., kept].flatten(), dim=0))
+            cosines.append(
+                F.cosine_similarity(
+                    own.flatten(2)[..., kept].flatten(), back[..., kept].flatten(), dim=0
+                )
+            )
     expected = torch.stack(cosines).mean().item()
     assert saliency_invariance(model, x, group, n_samples=4) == pytest.approx(expected, rel=1e-8)
-    assert not all((matrix != 0).any(1).all() for matrix in matrices.unbind(1))  # some pixels do leave
+    assert not all(
+        (matrix != 0).any(1).all() for matrix in matrices.unbind(1)
+    )  # some pixels do leave
 
 
 # Where the answer is known.
@@ -182,7 +197,9 @@ def test_a_grid_of_all_rotations_is_exact_for_quarter_turns():
 def test_constants_are_invariant():
     model = plain()
     model[-1].weight.data.zero_()
-    found = invariance_report({"constant": model}, {"noise": images()}, "p4").rows["constant"]["noise"]
+    found = invariance_report({"constant": model}, {"noise": images()}, "p4").rows["constant"][
+        "noise"
+    ]
     assert found == Invariance(0.0, 0.0, 1.0)
     assert jacobian_spectrum(model, images(), "p4").relative == 0
 
@@ -203,7 +220,10 @@ class Square(nn.Module):
 
 def test_weights_of_a_finite_group_do_not_matter():
     model, x = plain(), images()
-    values = {logit_invariance(model, x, li.FiniteGroup("quarter_turns", init=init)) for init in (0.0, 0.5, 1.0)}
+    values = {
+        logit_invariance(model, x, li.FiniteGroup("quarter_turns", init=init))
+        for init in (0.0, 0.5, 1.0)
+    }
     assert len(values) == 1
     assert values.pop() == pytest.approx(logit_invariance(model, x, "p4"))
 
@@ -264,7 +284,9 @@ def test_report_is_a_table():
 def test_error_is_half_the_mean_squared_distance():
     model, x = plain(), images()
     all_of_them = torch.stack([((model(y) - model(x)) ** 2).sum(-1) / 2 for y in turned(x)], 1)
-    errors = torch.stack([InvarianceError("p4", n_samples=3)(model, x).detach() for _ in range(400)])
+    errors = torch.stack(
+        [InvarianceError("p4", n_samples=3)(model, x).detach() for _ in range(400)]
+    )
     torch.testing.assert_close(errors.mean(), all_of_them.mean().detach(), rtol=0.05, atol=0)
     assert InvarianceError("p4")(averaged(), x).item() < 1e-25
 
@@ -296,7 +318,12 @@ def task(n=60):
     return DataLoader(TensorDataset(x, (x[:, :, 2, 2].sum(1) > 0).long()), batch_size=20), x
 
 
-FEW = {"n_epochs": 20, "n_epochs_burnin": 10, "marglik_frequency": 10, "optimizer_kwargs": {"lr": 1e-2}}
+FEW = {
+    "n_epochs": 20,
+    "n_epochs_burnin": 10,
+    "marglik_frequency": 10,
+    "optimizer_kwargs": {"lr": 1e-2},
+}
 
 
 @pytest.mark.parametrize("objective", [MAP(), Evidence()])
@@ -323,12 +350,19 @@ def test_penalised_training_can_be_resumed(tmp_path):
             torch.manual_seed(0)
             model = plain(n_out=2)
             objective = Regularised(InvarianceError(li.FiniteGroup("quarter_turns")), 2.0, MAP())
-            options = {"objective": objective, "checkpoint": checkpoint, "resume": True, "n_epochs": n_epochs}
+            options = {
+                "objective": objective,
+                "checkpoint": checkpoint,
+                "resume": True,
+                "n_epochs": n_epochs,
+            }
             runs.append(li.marglik_training(model, loader, **options).losses)
     assert runs[0] == runs[2]
     with pytest.raises(ValueError, match="its objective"):
         li.marglik_training(
-            plain(n_out=2), loader, **options | {"objective": Regularised(InvarianceError("p4"), 2.0, MAP())}
+            plain(n_out=2),
+            loader,
+            **options | {"objective": Regularised(InvarianceError("p4"), 2.0, MAP())},
         )
 
 
@@ -350,7 +384,9 @@ def test_spectrum_is_that_of_the_jacobian():
     model, x = plain(), images()
     jacobians = [torch.autograd.functional.jacobian(model, one[None]).view(3, 50) for one in x]
     expected = torch.stack([torch.linalg.svd(one)[1] for one in jacobians]).square().mean(0).sqrt()
-    reactions = [(model(y) - model(x)).norm(dim=1) / (y - x).flatten(1).norm(dim=1) for y in turned(x)]
+    reactions = [
+        (model(y) - model(x)).norm(dim=1) / (y - x).flatten(1).norm(dim=1) for y in turned(x)
+    ]
     orbit = torch.stack(reactions).square().mean().sqrt().item()
     found = jacobian_spectrum(model, x, "p4", batch_size=6)
     torch.testing.assert_close(torch.tensor(found.singular_values), expected)
@@ -362,7 +398,10 @@ def test_spectrum_tells_invariance_from_insensitivity():
     model, x = plain(), images()
     before = jacobian_spectrum(model, x, "p4")
     model[-1].weight.data /= 100
-    insensitive, invariant = jacobian_spectrum(model, x, "p4"), jacobian_spectrum(averaged(), x, "p4")
+    insensitive, invariant = (
+        jacobian_spectrum(model, x, "p4"),
+        jacobian_spectrum(averaged(), x, "p4"),
+    )
     assert insensitive.orbit == pytest.approx(before.orbit / 100)
     assert insensitive.relative == pytest.approx(before.relative)
     assert invariant.relative < 1e-10 < 1e-2 < invariant.singular_values[0]
@@ -385,7 +424,9 @@ def test_recorder_is_a_callback():
 # What is refused.
 
 
-@pytest.mark.parametrize("measure", [predictive_invariance, logit_invariance, saliency_invariance, jacobian_spectrum])
+@pytest.mark.parametrize(
+    "measure", [predictive_invariance, logit_invariance, saliency_invariance, jacobian_spectrum]
+)
 @pytest.mark.parametrize(
     ("model", "x", "group", "error", "match"),
     [
@@ -455,7 +496,9 @@ def test_the_identity_is_not_on_an_orbit_of_draws(n_samples):
 
 def test_reaction_to_no_change_is_none():
     x = images() + torch.zeros(7, 2, 5, 5)
-    x = (x + x.rot90(1, (-2, -1)) + x.rot90(2, (-2, -1)) + x.rot90(3, (-2, -1))) / 4  # up to rounding, turns do nothing
+    x = (
+        x + x.rot90(1, (-2, -1)) + x.rot90(2, (-2, -1)) + x.rot90(3, (-2, -1))
+    ) / 4  # up to rounding, turns do nothing
     assert jacobian_spectrum(plain(), x, "p4").orbit == 0
 
 

@@ -31,7 +31,9 @@ VALUES = {"rotation": [0.0, 1.0, 3.0], "x_scale": [0.0, 0.1, 0.2], "shear": [0.0
 
 
 def test_ranges_have_their_true_value_in_their_colour(ax):
-    assert plots.ranges_over_epochs([0, 1, 2], VALUES, datasets.true_ranges("fully_rotated"), ax) is ax
+    assert (
+        plots.ranges_over_epochs([0, 1, 2], VALUES, datasets.true_ranges("fully_rotated"), ax) is ax
+    )
     assert labels(ax) == ["rotation", "x scale", "shear", "true value"]
     rotation = lines(ax)["rotation"]
     assert list(rotation.get_ydata()) == VALUES["rotation"]
@@ -48,7 +50,9 @@ def test_a_true_value_that_two_share_is_dashed_in_turn(ax):
     values = {"x_scale": [0.0, 0.5], "y_scale": [0.0, 0.6]}
     plots.ranges_over_epochs([0, 1], values, datasets.true_ranges("scaled"), ax)
     dashed = [line for line in ax.get_lines() if list(line.get_ydata()) == [math.log(2)] * 2]
-    assert [line.get_color() for line in dashed] == [lines(ax)[name].get_color() for name in ("x scale", "y scale")]
+    assert [line.get_color() for line in dashed] == [
+        lines(ax)[name].get_color() for name in ("x scale", "y scale")
+    ]
 
 
 def test_without_a_truth_all_ranges_are_alike(ax):
@@ -88,7 +92,11 @@ def test_samples_refuses_what_has_no_colour(ax):
 
 
 def test_evidence_terms_put_the_evidence_first(ax):
-    terms = {"log evidence": [-3.0, -2.0], "log likelihood": [-2.0, -0.5], "half scatter": [-1.0, -1.5]}
+    terms = {
+        "log evidence": [-3.0, -2.0],
+        "log likelihood": [-2.0, -0.5],
+        "half scatter": [-1.0, -1.5],
+    }
     assert plots.evidence_terms([0, 5], terms, ax) is ax
     assert labels(ax) == list(terms)
     for name, values in terms.items():
@@ -101,7 +109,9 @@ def test_evidence_terms_put_the_evidence_first(ax):
 def test_flow_of_rotations_keeps_radii_and_ends_where_the_transformation_does(ax):
     augmentation = li.AffineImage(init={"rotation": 1.0})
     assert plots.flow(augmentation, ax, n_paths=3, n_points=2) is ax
-    paths = [torch.as_tensor(line.get_xydata()) for line in ax.get_lines() if len(line.get_xdata()) > 5]
+    paths = [
+        torch.as_tensor(line.get_xydata()) for line in ax.get_lines() if len(line.get_xdata()) > 5
+    ]
     assert len(paths) == 3 * 2 * 2
     for path in paths:
         torch.testing.assert_close(path.norm(dim=-1), path[0].norm().expand(len(path)))
@@ -146,7 +156,9 @@ def test_accuracies_are_fractions(ax, table):
 
 def path(place, name, kind, relative, precision, **precisions):
     precisions = precisions or {"weight": precision, "bias": 1000.0}
-    return PathReport(place, name, kind, 9, precision, precisions, 1.0, 1.0, 0.1, relative, relative > 0.5)
+    return PathReport(
+        place, name, kind, 9, precision, precisions, 1.0, 1.0, 0.1, relative, relative > 0.5
+    )
 
 
 @pytest.fixture
@@ -171,11 +183,18 @@ def report():
 def test_shares_of_a_layer_are_stacked_up_to_all(ax, report):
     assert plots.layer_shares(report, ax) is ax
     bars = [bar for container in ax.containers for bar in container]
-    found = [(round(bar.get_x() + bar.get_width() / 2, 6), bar.get_y(), bar.get_height()) for bar in bars]
+    found = [
+        (round(bar.get_x() + bar.get_width() / 2, 6), bar.get_y(), bar.get_height()) for bar in bars
+    ]
     expected = [(0, 0, 75), (0, 75, 25), (1, 0, 3), (1, 3, 97), (2, 0, 100)]
     assert found == [pytest.approx(one) for one in expected]
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["layer1", "layer2", "last"]
-    assert [text.get_text() for text in ax.texts] == ["75", "25", "97", "100"]  # no room for the others
+    assert [text.get_text() for text in ax.texts] == [
+        "75",
+        "25",
+        "97",
+        "100",
+    ]  # no room for the others
     assert labels(ax) == ["Strange", "F-FC", "CONV"]
     colours = [bar.get_facecolor() for bar in bars]
     assert colours[0] == colours[2] != colours[1] == colours[3]
@@ -185,7 +204,11 @@ def test_shares_of_a_layer_are_stacked_up_to_all(ax, report):
 def test_precisions_are_lines_over_layers_on_a_logarithmic_scale(ax, report):
     assert plots.layer_precisions(report, ax) is ax
     assert ax.get_yscale() == "log"
-    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines() if len(line.get_xdata())]
+    drawn = [
+        (list(line.get_xdata()), list(line.get_ydata()))
+        for line in ax.get_lines()
+        if len(line.get_xdata())
+    ]
     assert ([0, 1], [2.0, 50.0]) in drawn
     assert ([0, 1], [300.0, 0.5]) in drawn
     assert ([2], [0.1]) in drawn
@@ -198,7 +221,8 @@ def test_precisions_are_lines_over_layers_on_a_logarithmic_scale(ax, report):
 def test_kinds_have_the_same_colours_in_every_picture(ax, report):
     plots.layer_shares(report, ax)
     other = plots.layer_shares(
-        LayerReport([row for row in report.rows if row.kind == "F-FC"]), plots.figure((3, 3)).subplots()
+        LayerReport([row for row in report.rows if row.kind == "F-FC"]),
+        plots.figure((3, 3)).subplots(),
     )
     assert {lines(axes)["F-FC"].get_color() for axes in (ax, other)} == {plots.KINDS["F-FC"]}
 
@@ -206,8 +230,17 @@ def test_kinds_have_the_same_colours_in_every_picture(ax, report):
 def test_invariances_have_a_mark_for_each_data_set():
     axes = plots.figure((9, 3)).subplots(1, 3)
     here, there = Invariance(0.5, 0.25, 0.75), Invariance(0.0, 1.0, -1.0)
-    assert plots.invariances(InvarianceReport({"a": {"in": here, "out": there}, "b": {"in": here}}), axes) is axes
-    assert [list(lines(ax)["in"].get_ydata()) for ax in axes] == [[0.5, 0.5], [0.25, 0.25], [0.25, 0.25]]
+    assert (
+        plots.invariances(
+            InvarianceReport({"a": {"in": here, "out": there}, "b": {"in": here}}), axes
+        )
+        is axes
+    )
+    assert [list(lines(ax)["in"].get_ydata()) for ax in axes] == [
+        [0.5, 0.5],
+        [0.25, 0.25],
+        [0.25, 0.25],
+    ]
     assert [list(lines(ax)["out"].get_ydata()) for ax in axes] == [[1e-6], [1.0], [2.0]]
     assert labels(axes[-1]) == ["in", "out"]
     assert [text.get_text() for text in axes[0].get_xticklabels()] == ["a", "b"]
@@ -216,7 +249,11 @@ def test_invariances_have_a_mark_for_each_data_set():
 def test_spectra_have_singular_values_and_the_orbit(ax):
     found = [JacobianSpectrum((3.0, 2.0), 0.5), JacobianSpectrum((4.0, 1.0), 0.0)]
     assert plots.spectra([1, 5], found, ax) is ax
-    assert [list(line.get_ydata()) for line in ax.get_lines()] == [[3.0, 4.0], [2.0, 1.0], [0.5, 1e-3]]
+    assert [list(line.get_ydata()) for line in ax.get_lines()] == [
+        [3.0, 4.0],
+        [2.0, 1.0],
+        [0.5, 1e-3],
+    ]
     assert labels(ax) == ["singular values", "along orbits"]
     assert ax.get_yscale() == "log"
 

@@ -29,12 +29,18 @@ _LOCK = Lock()  # what is replaced is one for all threads
 class _RuleOperation(Operation):
     """What ASDL does at any layer that has a rule: keep its calls, and the gradients of their outputs."""
 
-    def __init__(self, module: nn.Module, op_names: list[str], model_for_kernel: nn.Module | None = None) -> None:
-        super().__init__(nn.Identity(), op_names)  # of the layer itself it would demand a parameter called ``weight``
+    def __init__(
+        self, module: nn.Module, op_names: list[str], model_for_kernel: nn.Module | None = None
+    ) -> None:
+        super().__init__(
+            nn.Identity(), op_names
+        )  # of the layer itself it would demand a parameter called ``weight``
         self._module = module
         self.calls: list[Call] = []
         self.gradients: list[Tensor] = []
-        self.keep: Callable[[nn.Module, Tensor, Tensor], Call] | None = None  # None after the forward pass
+        self.keep: Callable[[nn.Module, Tensor, Tensor], Call] | None = (
+            None  # None after the forward pass
+        )
 
     def forward_post_process(self, in_data: Tensor, out_data: Tensor) -> None:
         if self.keep is not None:
@@ -60,7 +66,9 @@ def _for_layers_with_rules(layers: Layers) -> Iterator[None]:
     """Let ``asdl.core.extend`` find exactly these layers, and our operation for all of them."""
     with _LOCK:
         theirs = core.module_wise_assignments, core.get_op_class
-        core.module_wise_assignments = lambda model, *names, **_: [(module, list(names)) for module in layers.blocks]
+        core.module_wise_assignments = lambda model, *names, **_: [
+            (module, list(names)) for module in layers.blocks
+        ]
         core.get_op_class = lambda module: _RuleOperation
         try:
             yield
@@ -100,7 +108,9 @@ class _AsdlTrace(Trace):
         super().__init__(outputs, calls, others)
         self._operations = operations
         # Hooks run where autograd passes, so it is asked for a parameter of every layer, the smallest, or for all.
-        self._own = [sorted((parameters[i] for i, _ in call.blocks), key=Tensor.numel) for call in calls]
+        self._own = [
+            sorted((parameters[i] for i, _ in call.blocks), key=Tensor.numel) for call in calls
+        ]
         self._asked = [own[0] for own in self._own]
 
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
@@ -112,7 +122,10 @@ class _AsdlTrace(Trace):
             found: dict[int, Tensor] = {}
             for operation in self._operations:
                 found |= operation.by_call()
-            gradients = [found[id(call)] if id(call) in found else torch.zeros_like(call.output) for call in self.calls]
+            gradients = [
+                found[id(call)] if id(call) in found else torch.zeros_like(call.output)
+                for call in self.calls
+            ]
             yield self._sorted([*gradients, *others])
 
     def _pass_back(self, column: Tensor) -> tuple[Tensor, ...]:
@@ -150,7 +163,9 @@ class _Asdl:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Using a non-full backward hook")
                 outputs = forward(x)
-            for operation in operations:  # layers may run once more in the backward pass, from checkpoints
+            for (
+                operation
+            ) in operations:  # layers may run once more in the backward pass, from checkpoints
                 operation.keep = None
             layers.check(calls)
             yield _AsdlTrace(outputs, calls, self._match.others, self.params, operations)

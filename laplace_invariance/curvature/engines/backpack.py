@@ -114,7 +114,10 @@ class _Link:
             if isinstance(output, Tensor) and output.requires_grad:
                 self._handle = output.register_hook(self.run)
 
-        return [self.module.register_forward_pre_hook(before), self.module.register_forward_hook(after)]
+        return [
+            self.module.register_forward_pre_hook(before),
+            self.module.register_forward_hook(after),
+        ]
 
     def run(self, gradient: Tensor) -> None:
         if self.extension is not None:
@@ -122,7 +125,11 @@ class _Link:
 
     def regular(self) -> bool:
         """Tell whether the module was called once, with tensors that nothing overwrote in place."""
-        if self.n_calls != 1 or not isinstance(self.input0, Tensor) or not isinstance(self.output, Tensor):
+        if (
+            self.n_calls != 1
+            or not isinstance(self.input0, Tensor)
+            or not isinstance(self.output, Tensor)
+        ):
             return False
         return (self.input0._version, self.output._version) == (self._entered, self._left)
 
@@ -139,18 +146,26 @@ class _Pass(ModuleExtension):
 
     def __call__(self, extension: _Columns, link: _Link, g_inp: tuple, g_out: tuple) -> None:
         wanted = extension.pending.pop(link, None)
-        columns = extension.saved_quantities.retrieve_quantity(link.output.data_ptr(), delete_old=True)
-        if wanted is None or columns is None:  # a part of the graph that is walked through again, or cut off
+        columns = extension.saved_quantities.retrieve_quantity(
+            link.output.data_ptr(), delete_old=True
+        )
+        if (
+            wanted is None or columns is None
+        ):  # a part of the graph that is walked through again, or cut off
             return
         x = link.input0
         derivatives = _derivatives(link.module)
         if derivatives is None:
-            gradients = _by_autograd(link.output, columns, [*wanted, x] if x.requires_grad else wanted)
+            gradients = _by_autograd(
+                link.output, columns, [*wanted, x] if x.requires_grad else wanted
+            )
             extension.found |= {id(tensor): g for tensor, g in zip(wanted, gradients, strict=False)}
             passed = gradients[-1] if x.requires_grad else None
         else:
             extension.found |= {id(tensor): columns for tensor in wanted}
-            passed = derivatives.jac_t_mat_prod(link, g_inp, g_out, columns) if x.requires_grad else None
+            passed = (
+                derivatives.jac_t_mat_prod(link, g_inp, g_out, columns) if x.requires_grad else None
+            )
         if passed is not None:
             extension.saved_quantities.save_quantity(x.data_ptr(), passed, add)
 
@@ -158,7 +173,11 @@ class _Pass(ModuleExtension):
 def _by_autograd(output: Tensor, columns: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Return the gradients ``[column, ...]`` of ``sum(output * column)`` in each tensor."""
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    rows = [torch.autograd.grad(output, tensors, column, **options) for column in columns] if tensors else []
+    rows = (
+        [torch.autograd.grad(output, tensors, column, **options) for column in columns]
+        if tensors
+        else []
+    )
     return [torch.stack(row) for row in zip(*rows, strict=True)]
 
 
@@ -203,11 +222,16 @@ class _BackPackTrace(Trace):
         for link in self._links:
             link.extension = extension
         try:
-            reached = torch.autograd.grad(self.outputs.sum(), tensors, retain_graph=True, allow_unused=True)
+            reached = torch.autograd.grad(
+                self.outputs.sum(), tensors, retain_graph=True, allow_unused=True
+            )
         finally:
             for link in self._links:
                 link.extension = None
-        lost = any(g is not None and id(t) not in extension.found for t, g in zip(tensors, reached, strict=True))
+        lost = any(
+            g is not None and id(t) not in extension.found
+            for t, g in zip(tensors, reached, strict=True)
+        )
         return None if lost else extension.found
 
 
@@ -217,7 +241,11 @@ def _chain(model: nn.Module) -> list[nn.Module]:
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    return [member for child in module for member in _members(child)] if type(module) is nn.Sequential else [module]
+    return (
+        [member for child in module for member in _members(child)]
+        if type(module) is nn.Sequential
+        else [module]
+    )
 
 
 def _hooked(model: nn.Module) -> bool:

@@ -53,7 +53,9 @@ class Layers:
     def call(self, module: nn.Module, x: Tensor, output: Tensor) -> Call:
         """Keep a call that is being made."""
         x = x.clone() if self.copies else x
-        return Call(module, self.blocks[module], x, output, current_levels(), (x._version, output._version))
+        return Call(
+            module, self.blocks[module], x, output, current_levels(), (x._version, output._version)
+        )
 
     @contextmanager
     def capture(self) -> Iterator[list[Call]]:
@@ -63,7 +65,9 @@ class Layers:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor | None:
             if not args:
                 self.keywords = type(module).__name__
-            calls.append(self.call(module, args[0] if args else next(iter(kwargs.values())), output))
+            calls.append(
+                self.call(module, args[0] if args else next(iter(kwargs.values())), output)
+            )
             return output.clone() if self.copies else None
 
         handles = [module.register_forward_hook(hook, with_kwargs=True) for module in self.blocks]
@@ -77,7 +81,9 @@ class Layers:
         """Complain of calls that are not as they were made; copies are kept from now on."""
         if not self.copies and any(call.modified() for call in calls):
             self.copies = True
-            raise RuntimeError("the model overwrote a layer's input or output in place, which it had not done before")
+            raise RuntimeError(
+                "the model overwrote a layer's input or output in place, which it had not done before"
+            )
 
 
 class Trace:
@@ -121,7 +127,10 @@ class Trace:
     def _sorted(self, gradients: Sequence[Tensor]) -> Gradients:
         """Split gradients of the calls' outputs from those of the others, by index and ``[1, numel]``."""
         n = len(self.calls)
-        others = {index: g.reshape(1, -1) for (index, _), g in zip(self.others, gradients[n:], strict=True)}
+        others = {
+            index: g.reshape(1, -1)
+            for (index, _), g in zip(self.others, gradients[n:], strict=True)
+        }
         return list(gradients[:n]), others
 
     def _rows_per_input(self, x: Tensor) -> int:
@@ -162,12 +171,19 @@ class Trace:
         folded: list[list[Tensor]] = [[] for _ in self.calls]
         exact: dict[int, list[Tensor]] = {}
         rows = [
-            [(i, b, b.a(call.x)) for i, b in call.blocks if b.elementwise and b.a is not None] for call in self.calls
+            [(i, b, b.a(call.x)) for i, b in call.blocks if b.elementwise and b.a is not None]
+            for call in self.calls
         ]
         for gradients, products in self.gradients(columns):
-            for call, call_rows, gradient, sums in zip(self.calls, rows, gradients, folded, strict=True):
+            for call, call_rows, gradient, sums in zip(
+                self.calls, rows, gradients, folded, strict=True
+            ):
                 sums.append(kfac.fold_gradients(gradient, call.levels))
-                for index, block, a in call_rows:  # elementwise products are exact only sample by sample
+                for (
+                    index,
+                    block,
+                    a,
+                ) in call_rows:  # elementwise products are exact only sample by sample
                     product = kfac.jacobian(a, block.g(gradient), self.batch, elementwise=True)
                     products[index] = products[index] + product if index in products else product
             for index, product in products.items():
@@ -182,18 +198,25 @@ class Trace:
                     continue
                 g = block.g(stacked.flatten(0, 2))
                 g = g.reshape(self.batch, len(columns), inner * g.shape[1], *g.shape[2:])
-                positions.setdefault(index, []).append(g.sum(2, keepdim=True) if block.elementwise else g)
+                positions.setdefault(index, []).append(
+                    g.sum(2, keepdim=True) if block.elementwise else g
+                )
         for index, tensors in positions.items():
             joined = _cat(tensors, dim=2)
             result[index] = joined.sum(2) if self._is_elementwise(index) else joined
         return result
 
     def _is_elementwise(self, index: int) -> bool:
-        return next(block.elementwise for call in self.calls for i, block in call.blocks if i == index)
+        return next(
+            block.elementwise for call in self.calls for i, block in call.blocks if i == index
+        )
 
     def jacobian_columns(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return, by parameter, the exact gradients ``[batch, column, numel]`` of ``sum_c outputs_c column_c`` per input."""
-        inputs = [[None if block.a is None else block.a(call.x) for _, block in call.blocks] for call in self.calls]
+        inputs = [
+            [None if block.a is None else block.a(call.x) for _, block in call.blocks]
+            for call in self.calls
+        ]
         gathered: dict[int, list[Tensor]] = {}
         for gradients, exact in self.gradients(columns):
             for call, call_inputs, gradient in zip(self.calls, inputs, gradients, strict=True):

@@ -45,12 +45,20 @@ class ChunkedTrace:
     def averaged_gradients(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
         """As :meth:`Trace.averaged_gradients`."""
         return _join(
-            [self._sum(lambda trace, column: trace.averaged_gradients([column]), column) for column in columns]
+            [
+                self._sum(lambda trace, column: trace.averaged_gradients([column]), column)
+                for column in columns
+            ]
         )
 
     def jacobian_columns(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
         """As :meth:`Trace.jacobian_columns`."""
-        return _join([self._sum(lambda trace, column: trace.jacobian_columns([column]), column) for column in columns])
+        return _join(
+            [
+                self._sum(lambda trace, column: trace.jacobian_columns([column]), column)
+                for column in columns
+            ]
+        )
 
     def _sum(self, evaluate: Evaluate, column: Tensor | None = None) -> dict[int, Tensor]:
         """Sum ``evaluate(trace, column)`` over the parts, differentiably in hyperparameters and column."""
@@ -61,7 +69,9 @@ class ChunkedTrace:
         return totals
 
 
-def _term(part: Run, evaluate: Evaluate, hyper: list[Tensor], column: Tensor | None) -> dict[int, Tensor]:
+def _term(
+    part: Run, evaluate: Evaluate, hyper: list[Tensor], column: Tensor | None
+) -> dict[int, Tensor]:
     keys: list[int] = []
 
     def forward() -> list[Tensor]:

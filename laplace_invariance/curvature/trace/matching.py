@@ -62,11 +62,21 @@ class Match:
         )
 
 
-def match(root: nn.Module, parameters: Sequence[nn.Parameter], forward: Callable[[Tensor], Tensor], x: Tensor) -> Match:
+def match(
+    root: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    forward: Callable[[Tensor], Tensor],
+    x: Tensor,
+) -> Match:
     """Match ``parameters`` of ``root`` with rules, and verify that these explain the gradients of ``forward(x)``."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = {index_of[id(entry.parameter)]: entry for entry in coverage(root)}
-    result = Match(list(parameters), Layers(), {}, {i: entry for i, entry in found.items() if not entry.supported})
+    result = Match(
+        list(parameters),
+        Layers(),
+        {},
+        {i: entry for i, entry in found.items() if not entry.supported},
+    )
     for index, entry in found.items():
         if not entry.supported:
             continue
@@ -90,8 +100,14 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], forward: Callable
         if not kept:
             del result.layers.blocks[module]
         own = [(index, block) for index, block in kept if len(found[index].modules) == 1]
-        matrices = {block.g: index for index, block in own if not (block.elementwise or block.transposed)}
-        result.twins |= {index: matrices[block.g] for index, block in own if block.a is None and block.g in matrices}
+        matrices = {
+            block.g: index for index, block in own if not (block.elementwise or block.transposed)
+        }
+        result.twins |= {
+            index: matrices[block.g]
+            for index, block in own
+            if block.a is None and block.g in matrices
+        }
     return result
 
 
@@ -105,7 +121,9 @@ def _unexplained(result: Match, forward: Callable[[Tensor], Tensor], x: Tensor) 
             with result.layers.capture() as calls:
                 outputs = forward(x)
         if outputs.ndim != 2:
-            raise ValueError(f"the model must return [batch, outputs], got shape {list(outputs.shape)}")
+            raise ValueError(
+                f"the model must return [batch, outputs], got shape {list(outputs.shape)}"
+            )
         result.n_inputs = len(outputs)
         result.n_outputs = outputs.shape[-1]
         result.size = sum(call.output.numel() for call in calls) // len(outputs) + 1
@@ -115,14 +133,26 @@ def _unexplained(result: Match, forward: Callable[[Tensor], Tensor], x: Tensor) 
             return []
         tensors = [result.parameters[index] for index in indices]
         truth = [
-            torch.autograd.grad(row, tensors, direction, retain_graph=True, allow_unused=True, materialize_grads=True)
+            torch.autograd.grad(
+                row,
+                tensors,
+                direction,
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
             for row in outputs
         ]
         try:
             explained = Trace(outputs, calls).jacobian_columns([direction.expand_as(outputs)])
-        except (ValueError, RuntimeError):  # shapes that do not fit: find the layers that are to blame
+        except (
+            ValueError,
+            RuntimeError,
+        ):  # shapes that do not fit: find the layers that are to blame
             explained = _one_by_one(outputs, calls, direction)
-    largest = max((g.abs().max() for gradients in truth for g in gradients), default=torch.zeros(()))
+    largest = max(
+        (g.abs().max() for gradients in truth for g in gradients), default=torch.zeros(())
+    )
     tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
     wrong = []
     for position, index in enumerate(indices):

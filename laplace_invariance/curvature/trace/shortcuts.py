@@ -27,7 +27,14 @@ __all__ = ["shortcuts"]
 SMOOTH = (nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.Mish, nn.LogSigmoid, nn.Softsign)
 PIECEWISE_LINEAR = (nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+POOLING = (
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
+)
 
 
 class _Elementwise(torch.autograd.Function):
@@ -56,7 +63,9 @@ class _Detached(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            (result,) = torch.autograd.grad(ctx.y, ctx.leaf, gradient, retain_graph=True, create_graph=graph)
+            (result,) = torch.autograd.grad(
+                ctx.y, ctx.leaf, gradient, retain_graph=True, create_graph=graph
+            )
         return result, None, None
 
 
@@ -77,7 +86,9 @@ class _ConvolutionAdjoint(torch.autograd.Function):
     """The gradient of a convolution in its input, linear in the gradient of its output."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, like: Tensor, weight: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+    def forward(
+        ctx: Any, gradient: Tensor, like: Tensor, weight: Tensor, module: nn.modules.conv._ConvNd
+    ) -> Tensor:
         ctx.module, ctx.weight = module, weight
         n = len(module.kernel_size)
         result, _, _ = torch.ops.aten.convolution_backward(
@@ -90,7 +101,12 @@ class _ConvolutionAdjoint(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
         m = ctx.module
         functional = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(m.kernel_size)]
-        return functional(cotangent, ctx.weight, None, m.stride, m.padding, m.dilation, m.groups), None, None, None
+        return (
+            functional(cotangent, ctx.weight, None, m.stride, m.padding, m.dilation, m.groups),
+            None,
+            None,
+            None,
+        )
 
 
 def _differentiated(args: tuple[Tensor, ...]) -> bool:
