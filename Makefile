@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench clean
+.PHONY: help demo test test-slow coverage lint format bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,9 +26,14 @@ test: $(READY)  ## run the tests, a few minutes on two cores
 test-slow: $(READY)  ## run the slow tests as well
 	$(BIN)/python -m pytest -m 'slow or not slow'
 
-lint: $(READY)  ## check style and formatting
+coverage: $(READY)  ## run the tests and report the lines that they do not reach
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: $(READY)  ## check style, formatting, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(READY)  ## format the code
 	$(BIN)/ruff check --fix .
@@ -40,4 +45,4 @@ bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks/R
 	$(BIN)/python benchmarks/bench_engines.py --write
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

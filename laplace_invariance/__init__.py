@@ -1,29 +1,33 @@
-"""Learn data augmentations and layer symmetries by gradient of the marginal likelihood, on unmodified laplace-torch."""
+"""Learn data augmentations and layer symmetries by gradient of the marginal likelihood.
 
-import warnings
+An extension of unmodified laplace-torch. Names are imported when they are first used, so that the
+command line can answer ``--help`` without waiting for torch.
+"""
 
-with warnings.catch_warnings():  # of torch.jit, about itself, whenever laplace-torch is imported
-    warnings.simplefilter("ignore", FutureWarning)
-    import laplace  # noqa: F401
+from __future__ import annotations
 
-from laplace_invariance import curvature, layers, marglik, metrics
-from laplace_invariance.augmentations import (
-    AffineImage,
-    AffinePoints,
-    Augmentation,
-    Colour,
-    Compose,
-    FiniteGroup,
-    Sequence,
-)
-from laplace_invariance.hyper import (
-    Hyperparameterised,
-    hyperparameters,
-    learning,
-    named_hyperparameters,
-)
-from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.marglik import marglik_training
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from laplace_invariance import curvature, layers, marglik, metrics
+    from laplace_invariance.augmentations import (
+        AffineImage,
+        AffinePoints,
+        Augmentation,
+        Colour,
+        Compose,
+        FiniteGroup,
+        Sequence,
+    )
+    from laplace_invariance.hyper import (
+        Hyperparameterised,
+        hyperparameters,
+        learning,
+        named_hyperparameters,
+    )
+    from laplace_invariance.invariant import InvariantModel
+    from laplace_invariance.marglik import marglik_training
 
 __version__ = "0.1.0.dev0"
 
@@ -46,3 +50,34 @@ __all__ = [
     "metrics",
     "named_hyperparameters",
 ]
+
+_PACKAGES = ("augmentations", "curvature", "datasets", "layers", "marglik", "metrics", "plots")
+_HOMES = {
+    "AffineImage": "augmentations",
+    "AffinePoints": "augmentations",
+    "Augmentation": "augmentations",
+    "Colour": "augmentations",
+    "Compose": "augmentations",
+    "FiniteGroup": "augmentations",
+    "Hyperparameterised": "hyper",
+    "InvariantModel": "invariant",
+    "Sequence": "augmentations",
+    "hyperparameters": "hyper",
+    "learning": "hyper",
+    "marglik_training": "marglik",
+    "named_hyperparameters": "hyper",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

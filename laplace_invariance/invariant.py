@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 
 import torch
@@ -79,19 +78,13 @@ class InvariantModel(nn.Module):
     def average(self, x: Tensor, draws: Tensor, part: slice = slice(None)) -> Tensor:
         """Return the average over the given draws, or the part of that sum which some of the samples contribute."""
         weights = self.augmentation.weights(draws.shape[1])[part]
-        samples = self.augmentation.apply(x, draws[:, part])
+        samples = self.augmentation.transform(x, draws[:, part])
         token = _levels.set((*_levels.get(), (len(x), weights)))
         try:
             outputs = self.net(samples.flatten(0, 1))
         finally:
             _levels.reset(token)
         return self.mean(outputs, weights)
-
-    def apply(self, fn: Callable[[nn.Module], object]) -> InvariantModel:
-        """Call ``fn`` on all modules, children first, as every module does; of an augmentation that name is taken."""
-        for module in reversed(list(self.modules())):
-            fn(module)
-        return self
 
     def extra_repr(self) -> str:
         return f"n_samples={self.n_samples}"

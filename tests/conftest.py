@@ -1,9 +1,14 @@
 """Double precision and a fixed seed for every test; and all backends, for tests of what they have in common."""
 
+import os
+
 import pytest
 import torch
 
 from laplace_invariance import curvature
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would only compete
+    torch.set_num_threads(1)
 
 ENGINES = ("", "Asdl", "BackPack")
 

@@ -20,7 +20,7 @@ def test_is_the_mean_over_samples():
     tape = []
     with recording(tape):
         outputs = model(x)
-    samples = model.augmentation.apply(x, tape[0])
+    samples = model.augmentation.transform(x, tape[0])
     expected = torch.stack([model.net(samples[:, s]) for s in range(4)]).mean(0)
     torch.testing.assert_close(outputs, expected)
 
@@ -81,7 +81,6 @@ def test_augmentation_type_is_checked():
 
 
 def test_functions_can_be_applied_to_all_modules():
-    """An augmentation's ``apply`` is not that of modules."""
     model = nn.Sequential(
         li.InvariantModel(nn.Linear(2, 3), li.Compose(li.AffinePoints(), li.AffinePoints()))
     )
@@ -89,3 +88,19 @@ def test_functions_can_be_applied_to_all_modules():
     assert model.apply(seen.append) is model
     assert set(seen) == set(model.modules())
     assert seen.index(model[0].net) < seen.index(model[0]) < seen.index(model)
+
+
+def test_augmentations_are_modules_like_any_other():
+    seen = []
+    augmentation = li.AffinePoints()
+    nn.Sequential(augmentation, nn.Linear(2, 3)).apply(seen.append)
+    assert [type(module) for module in seen] == [li.AffinePoints, nn.Linear, nn.Sequential]
+    assert augmentation.apply(fn=seen.append) is augmentation
+
+
+def test_the_old_name_of_transform_still_works():
+    augmentation = li.AffinePoints(init=0.5)
+    x, draws = torch.randn(3, 2), augmentation.sample(3, 4)
+    with pytest.warns(DeprecationWarning, match="now called transform"):
+        samples = augmentation.apply(x, draws)
+    torch.testing.assert_close(samples, augmentation.transform(x, draws), rtol=0, atol=0)

@@ -210,7 +210,7 @@ def test_only_the_objectives_reach_hyperparameters():
 
 def of_transformed_inputs(model, x, draws):
     """Features, by transforming each input and averaging."""
-    samples = model.augmentation.apply(x, draws).flatten(0, 1)
+    samples = model.augmentation.transform(x, draws).flatten(0, 1)
     still = ShallowNetwork.features(model, samples, torch.zeros_like(draws[:, :1]))
     return still.unflatten(0, (len(x), draws.shape[1])).mean(1)
 

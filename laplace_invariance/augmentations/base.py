@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ __all__ = ["Augmentation"]
 class Augmentation(Hyperparameterised):
     """A distribution over transformations of a batch of inputs.
 
-    A sample is ``apply(x, draws)``: all randomness is in the draws, all hyperparameters are in ``apply``, so any draw can
-    be replayed and the sample differentiated with respect to the hyperparameters. With all hyperparameters zero it is the
+    A sample is ``transform(x, draws)``: all randomness is in the draws, all hyperparameters
+    are in ``transform``, so any draw can be replayed and the sample differentiated with respect to the hyperparameters. With all hyperparameters zero it is the
     identity. As a module it transforms each input once, ``(n, ...) -> (n, ...)``, so it also fits into ``nn.Sequential``.
 
     Attributes:
@@ -42,9 +43,24 @@ class Augmentation(Hyperparameterised):
         """Return one set of draws ``[1, n_samples, ...]``, always the same, that covers the distribution evenly."""
         raise NotImplementedError
 
-    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+    def transform(self, x: Tensor, draws: Tensor) -> Tensor:
         """Transform ``x`` ``[n, ...]`` by ``draws`` ``[n or 1, n_samples, ...]`` into samples ``[n, n_samples, ...]``."""
         raise NotImplementedError
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Call a function on all modules, as ``nn.Module.apply`` does.
+
+        Deprecated: with inputs and draws, return :meth:`transform` of them, which once had this name.
+        """
+        function = kwargs["fn"] if "fn" in kwargs else args[0] if args else None
+        if callable(function) and not isinstance(function, Tensor):
+            return super().apply(*args, **kwargs)
+        warnings.warn(
+            "Augmentation.apply(x, draws) is now called transform(x, draws)",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.transform(*args, **kwargs)
 
     def count(self, n_samples: int) -> int:
         """Return how many samples per input there are when ``n_samples`` are asked for."""
@@ -74,7 +90,7 @@ class Augmentation(Hyperparameterised):
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform each input of ``x`` once, by a fresh draw."""
-        return self.apply(x, taped(lambda: self.draw_one(len(x), generator))).squeeze(1)
+        return self.transform(x, taped(lambda: self.draw_one(len(x), generator))).squeeze(1)
 
     def frozen(self) -> Self:
         """Return a copy that has nothing to learn and does not change when this one learns."""

@@ -155,7 +155,7 @@ class BoxAugmentation(Augmentation):
             return sampling.grid(n_samples, len(self.names), self.moving, self.eta)
         return sampling.sobol(n_samples, len(self.names), self.eta)
 
-    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+    def transform(self, x: Tensor, draws: Tensor) -> Tensor:
         check_draws(draws, len(x), (len(self.names),), self)
         return self.move(x, self.coefficients(draws.to(self.eta)))
 

@@ -94,16 +94,18 @@ class Compose(Augmentation):
         check_n_samples(n_samples)
         return sampling.sobol(n_samples, len(self.names), self.parts[0].eta)
 
-    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+    def transform(self, x: Tensor, draws: Tensor) -> Tensor:
         check_draws(draws, len(x), (len(self.names),), self)
         n, n_samples = len(x), draws.shape[1]
         first, *others = zip(
             self.parts, draws.split([len(part.names) for part in self.parts], dim=-1), strict=True
         )
-        samples = first[0].apply(x, first[1])
+        samples = first[0].transform(x, first[1])
         for part, own in others:  # every sample is an input now, with one draw
             own = own.expand(n, -1, -1).reshape(n * n_samples, 1, -1)
-            samples = part.apply(samples.flatten(0, 1), own).squeeze(1).unflatten(0, (n, n_samples))
+            samples = (
+                part.transform(samples.flatten(0, 1), own).squeeze(1).unflatten(0, (n, n_samples))
+            )
         return samples
 
     def magnitudes(self) -> dict[str, float]:

@@ -144,9 +144,9 @@ class LearntTransform(v2.Transform):
                 f"{x.max():.2f}; normalise after it"
             )
         if self._is_batch(x):
-            moved = self.augmentation.apply(x, draws).squeeze(1)
+            moved = self.augmentation.transform(x, draws).squeeze(1)
         else:
-            moved = self.augmentation.apply(x.unsqueeze(0), draws)[0, 0]
+            moved = self.augmentation.transform(x.unsqueeze(0), draws)[0, 0]
         return moved.clamp(0, 1) if unit_range else moved
 
     # the names of these methods before torchvision 0.21

@@ -76,7 +76,7 @@ class FiniteGroup(Augmentation):
         weights = torch.cat([torch.ones_like(eta[:1]), eta])
         return weights / weights.sum()
 
-    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+    def transform(self, x: Tensor, draws: Tensor) -> Tensor:
         check_draws(draws, len(x), (), self)
         if x.ndim != 4:
             raise ValueError(

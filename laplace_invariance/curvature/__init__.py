@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.curvature.check import check_model
 from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
 from laplace_invariance.curvature.kron import (

@@ -28,8 +28,8 @@ from laplace_invariance.datasets.synthetic import (
 
 __all__ = [
     "KINDS",
-    "SOURCES",
     "QUADRANT_TASKS",
+    "SOURCES",
     "HiddenShifts",
     "Split",
     "check_images",

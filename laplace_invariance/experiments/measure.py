@@ -205,7 +205,7 @@ def measure(
         claim(out, experiment, resume)
     split, shifted = _data(experiment)
     whole = GROUPS[experiment.group][0]()
-    whole.apply(split.x_test[:1], whole.fixed(1))  # refuses images that it cannot move
+    whole.transform(split.x_test[:1], whole.fixed(1))  # refuses images that it cannot move
     if out is not None:
         write_json(out / "experiment.json", asdict(experiment))
     networks: dict[str, MeasuredNetwork] = {}

@@ -77,7 +77,7 @@ class RandomStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all states, as tensors and numbers."""
-        _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+        _, keys, position, has_gauss, cached = np.random.get_state()
         return {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -107,7 +107,7 @@ class RandomStates:
         keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state(
             ("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached)
-        )  # noqa: NPY002
+        )
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         for generator, value in zip(self._generators, state["generators"], strict=True):

@@ -1,5 +1,6 @@
 """What was learnt, in numbers: how much of each layer is in use, and how equivariant or invariant it is, really."""
 
+from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.metrics.equivariance import equivariance_error
 from laplace_invariance.metrics.genuine import (
     Invariance,

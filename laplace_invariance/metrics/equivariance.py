@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.layers.group import GroupConv2d
 from laplace_invariance.layers.symmetry import NAMED, Group
-from laplace_invariance.metrics.orbits import evaluation
+from laplace_invariance.modes import evaluation
 
 __all__ = ["equivariance_error"]
 

@@ -25,8 +25,8 @@ from laplace_invariance.metrics.orbits import (
     Orbit,
     batches,
     check_outputs,
-    evaluation,
 )
+from laplace_invariance.modes import evaluation
 
 __all__ = [
     "Invariance",

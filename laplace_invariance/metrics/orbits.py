@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from laplace_invariance.augmentations import Augmentation, FiniteGroup
 from laplace_invariance.augmentations.base import check_n_samples
 from laplace_invariance.layers.symmetry import Group
 
-__all__ = ["Data", "GroupLike", "Orbit", "batches", "check_outputs", "evaluation"]
+__all__ = ["Data", "GroupLike", "Orbit", "batches", "check_outputs"]
 
 GroupLike = str | Group | Augmentation
 Data = Tensor | Iterable
@@ -77,7 +76,7 @@ class Orbit:
 
     def _apply(self, x: Tensor, draws: Tensor) -> Tensor:
         if isinstance(self.group, Augmentation):
-            return self.group.apply(x, draws.to(x.device))
+            return self.group.transform(x, draws.to(x.device))
         if x.ndim != 4:
             raise ValueError(
                 f"group {self.group.name!r} moves images [n, channels, height, width], got shape {list(x.shape)}"
@@ -86,18 +85,6 @@ class Orbit:
             [self.group.transform(x, element) for element in range(self.order)], dim=1
         )
         return moved[torch.arange(len(x), device=x.device).unsqueeze(1), draws.to(x.device)]
-
-
-@contextmanager
-def evaluation(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and restore the modes of its parts."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def batches(data: Data, model: nn.Module, size: int) -> Iterator[Tensor]:

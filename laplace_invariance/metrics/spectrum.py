@@ -20,8 +20,8 @@ from laplace_invariance.metrics.orbits import (
     Orbit,
     batches,
     check_outputs,
-    evaluation,
 )
+from laplace_invariance.modes import evaluation
 
 __all__ = ["JacobianSpectrum", "SpectrumRecorder", "jacobian_spectrum"]
 

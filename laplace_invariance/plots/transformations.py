@@ -58,7 +58,7 @@ def samples(
             f"samples draws images [n, 1 or 3, height, width], got shape {list(images.shape)}"
         )
     draws = augmentation.sample(len(images), n_samples, torch.Generator().manual_seed(seed))
-    tiles = torch.cat([images.unsqueeze(1), augmentation.apply(images, draws)], dim=1)
+    tiles = torch.cat([images.unsqueeze(1), augmentation.transform(images, draws)], dim=1)
     rows, columns, _, height, width = tiles.shape
     mosaic = tiles.permute(0, 3, 1, 4, 2).reshape(rows * height, columns * width, -1).clamp(0, 1)
     ax.imshow(mosaic.squeeze(-1).cpu(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")

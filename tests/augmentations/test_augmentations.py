@@ -35,7 +35,7 @@ def unit(augmentation, name, value=1.0):
 def test_identity_at_zero(augmentation, shape):
     x = torch.randn(shape)
     augmentation.double()
-    samples = augmentation.apply(x, augmentation.sample(len(x), 4))
+    samples = augmentation.transform(x, augmentation.sample(len(x), 4))
     first = samples[:, 0]  # of a finite group the identity; the others have weight zero
     torch.testing.assert_close(first, x)
     if not isinstance(augmentation, li.FiniteGroup):
@@ -55,33 +55,33 @@ def test_affine_image_equals_affine_grid():
     expected = F.grid_sample(x.repeat_interleave(4, 0), grid, align_corners=True).view(
         3, 4, *IMAGES[1:]
     )
-    torch.testing.assert_close(augmentation.apply(x, draws), expected)
+    torch.testing.assert_close(augmentation.transform(x, draws), expected)
 
 
 def test_image_signs_are_those_of_the_documentation():
     x = torch.zeros(1, 1, 9, 9)
     x[0, 0, 4, 6] = 1  # right of the centre
     turned = li.AffineImage(init={"rotation": math.pi / 2})
-    bright = turned.apply(x, unit(turned, "rotation"))[0, 0, 0].argmax()
+    bright = turned.transform(x, unit(turned, "rotation"))[0, 0, 0].argmax()
     assert divmod(bright.item(), 9) == (2, 4)  # counter-clockwise: above the centre
     moved = li.AffineImage(init={"x_translation": 0.5})
-    bright = moved.apply(x, unit(moved, "x_translation"))[0, 0, 0].argmax()
+    bright = moved.transform(x, unit(moved, "x_translation"))[0, 0, 0].argmax()
     assert divmod(bright.item(), 9) == (4, 4)  # to the left, by a quarter of the image
 
 
 def test_points_rotate_counter_clockwise_and_scale():
     rotation = li.AffinePoints(init={"rotation": math.pi / 2})
     torch.testing.assert_close(
-        rotation.apply(torch.tensor([[1.0, 0.0]]), unit(rotation, "rotation"))[0, 0],
+        rotation.transform(torch.tensor([[1.0, 0.0]]), unit(rotation, "rotation"))[0, 0],
         torch.tensor([0.0, 1.0]),
     )
     scale = li.AffinePoints(init={"x_scale": math.log(2)})
     torch.testing.assert_close(
-        scale.apply(torch.tensor([[3.0, 1.0]]), unit(scale, "x_scale"))[0, 0],
+        scale.transform(torch.tensor([[3.0, 1.0]]), unit(scale, "x_scale"))[0, 0],
         torch.tensor([6.0, 1.0]),
     )
     about_z = li.AffinePoints(3, init={"z_rotation": math.pi / 2})
-    rotated = about_z.apply(torch.tensor([[1.0, 0.0, 5.0]]), unit(about_z, "z_rotation"))
+    rotated = about_z.transform(torch.tensor([[1.0, 0.0, 5.0]]), unit(about_z, "z_rotation"))
     torch.testing.assert_close(rotated[0, 0], torch.tensor([0.0, 1.0, 5.0]))
 
 
@@ -95,7 +95,7 @@ def test_draws_replay_and_are_fresh():
     augmentation = li.AffinePoints(init=0.5)
     x, draws = torch.randn(4, 2), augmentation.sample(4, 3)
     torch.testing.assert_close(
-        augmentation.apply(x, draws), augmentation.apply(x, draws), rtol=0, atol=0
+        augmentation.transform(x, draws), augmentation.transform(x, draws), rtol=0, atol=0
     )
     assert not torch.equal(draws, augmentation.sample(4, 3))
     assert not torch.equal(draws[0], draws[1])
@@ -185,7 +185,9 @@ def test_only_what_is_learnt_has_a_gradient():
 
     augmentation = li.AffinePoints(init=[0.1] * 6, learn=("rotation", "shear"))
     with differentiable():
-        augmentation.apply(torch.randn(5, 2), augmentation.sample(5, 3)).square().sum().backward()
+        augmentation.transform(
+            torch.randn(5, 2), augmentation.sample(5, 3)
+        ).square().sum().backward()
     moved = augmentation.eta.grad != 0
     assert moved.tolist() == [False, False, True, False, False, True]
 
@@ -241,7 +243,7 @@ def test_fits_into_a_sequential_and_follows_its_dtype():
 def test_finite_group_elements_and_weights():
     x = torch.randn(2, 1, 5, 5)
     group = li.FiniteGroup("all", init=1.0)
-    samples = group.apply(x, group.sample(2, 1))
+    samples = group.transform(x, group.sample(2, 1))
     assert samples.shape == (2, 6, 1, 5, 5)
     torch.testing.assert_close(samples[:, group.names.index("quarter_turn")], x.rot90(1, (2, 3)))
     torch.testing.assert_close(samples[:, group.names.index("horizontal_flip")], x.flip(3))
@@ -268,17 +270,20 @@ def test_finite_group_elements_and_weights():
         (lambda: li.FiniteGroup(init=1.5), "full invariance"),
         (lambda: li.AffineImage().sample(3, 0), "positive integer"),
         (
-            lambda: li.AffineImage().apply(torch.randn(IMAGES), torch.zeros(3, 4, 5)),
+            lambda: li.AffineImage().transform(torch.randn(IMAGES), torch.zeros(3, 4, 5)),
             r"\[n or 1, n_samples, 6\]",
         ),
-        (lambda: li.AffineImage().apply(torch.randn(IMAGES), torch.zeros(2, 4, 6)), "n = 3 inputs"),
         (
-            lambda: li.AffineImage().apply(torch.randn(3, 7, 5), torch.zeros(3, 4, 6)),
+            lambda: li.AffineImage().transform(torch.randn(IMAGES), torch.zeros(2, 4, 6)),
+            "n = 3 inputs",
+        ),
+        (
+            lambda: li.AffineImage().transform(torch.randn(3, 7, 5), torch.zeros(3, 4, 6)),
             "channels, height, width",
         ),
-        (lambda: li.AffinePoints().apply(torch.randn(3, 3), torch.zeros(3, 4, 6)), r"\[n, 2\]"),
+        (lambda: li.AffinePoints().transform(torch.randn(3, 3), torch.zeros(3, 4, 6)), r"\[n, 2\]"),
         (
-            lambda: li.FiniteGroup().apply(torch.randn(IMAGES), torch.zeros(1, 6).long()),
+            lambda: li.FiniteGroup().transform(torch.randn(IMAGES), torch.zeros(1, 6).long()),
             "square images",
         ),
     ],

@@ -67,7 +67,7 @@ def test_identity_at_zero(make, shape, options):
         {} if isinstance(augmentation, Compose) else {"rtol": 0, "atol": 0}
     )  # linspace rounds in AffineImage
     torch.testing.assert_close(
-        augmentation.apply(x, augmentation.sample(len(x), SAMPLES)), expected, **exact
+        augmentation.transform(x, augmentation.sample(len(x), SAMPLES)), expected, **exact
     )
     torch.testing.assert_close(augmentation(x), x, **exact)
 
@@ -77,8 +77,8 @@ def test_one_set_of_draws_for_all_inputs(make, shape):
     augmentation, x = make(), torch.rand(shape)
     draws = augmentation.fixed(SAMPLES)
     assert draws.shape == (1, SAMPLES, len(augmentation.names))
-    expected = augmentation.apply(x, draws.expand(len(x), -1, -1))
-    torch.testing.assert_close(augmentation.apply(x, draws), expected)
+    expected = augmentation.transform(x, draws.expand(len(x), -1, -1))
+    torch.testing.assert_close(augmentation.transform(x, draws), expected)
     torch.testing.assert_close(augmentation.weights(SAMPLES), torch.full((SAMPLES,), 1 / SAMPLES))
 
 
@@ -90,10 +90,10 @@ def test_gradient_in_every_hyperparameter_equals_central_differences(make, shape
         if name.endswith("mixing"):
             tensor.data.copy_(0.1 * torch.randn_like(tensor))
     draws = augmentation.sample(len(x), SAMPLES)
-    weights = torch.randn_like(augmentation.apply(x, draws))
+    weights = torch.randn_like(augmentation.transform(x, draws))
 
     def value():
-        return (weights * augmentation.apply(x, draws).square()).sum()
+        return (weights * augmentation.transform(x, draws).square()).sum()
 
     with differentiable():
         value().backward()
@@ -105,10 +105,10 @@ def test_gradient_in_every_hyperparameter_equals_central_differences(make, shape
 def test_follows_the_dtype_of_the_input(make, shape):
     augmentation, x = make(), torch.rand(shape, dtype=torch.float32)
     draws = augmentation.sample(len(x), SAMPLES)
-    samples = augmentation.apply(x, draws)
+    samples = augmentation.transform(x, draws)
     assert samples.dtype == torch.float32
     torch.testing.assert_close(
-        samples, augmentation.apply(x.double(), draws).float(), rtol=1e-4, atol=1e-4
+        samples, augmentation.transform(x.double(), draws).float(), rtol=1e-4, atol=1e-4
     )
     assert augmentation.float()(x).dtype == torch.float32
 
@@ -136,13 +136,13 @@ def test_colour_equals_the_formula():
         torch.stack([slow_colour(image, *(draw * colour.eta.detach()).tolist()) for draw in per_image])
         for image, per_image in zip(x, draws, strict=True)
     ])  # fmt: skip
-    torch.testing.assert_close(colour.apply(x, draws), expected)
+    torch.testing.assert_close(colour.transform(x, draws), expected)
 
 
 def test_a_third_of_a_turn_takes_red_to_green_and_leaves_grey():
     colour = Colour(init={"hue": 2 * math.pi / 3})
     x = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.3, 0.7], [0.4, 0.4, 0.4]]).view(3, 3, 1, 1)
-    turned = colour.apply(x, torch.ones(1, 1, 3)).flatten(1)
+    turned = colour.transform(x, torch.ones(1, 1, 3)).flatten(1)
     expected = torch.tensor([[0.0, 1.0, 0.0], [0.7, 0.2, 0.3], [0.4, 0.4, 0.4]])
     torch.testing.assert_close(turned, expected)
 
@@ -151,8 +151,8 @@ def test_images_of_one_channel_have_brightness_and_contrast_only():
     x = torch.rand(3, 1, 7, 5)
     grey = Colour(init=0.4, learn=("brightness", "contrast"))
     draws = grey.sample(3, SAMPLES)
-    as_rgb = grey.apply(x.expand(-1, 3, -1, -1), draws)
-    torch.testing.assert_close(grey.apply(x, draws), as_rgb[:, :, :1])
+    as_rgb = grey.transform(x.expand(-1, 3, -1, -1), draws)
+    torch.testing.assert_close(grey.transform(x, draws), as_rgb[:, :, :1])
     for colour in (Colour(), Colour(init={"hue": 0.1}, learn="contrast")):
         with pytest.raises(ValueError, match="no hue"):
             colour(x)
@@ -195,14 +195,14 @@ def test_sequence_equals_interpolation(padding, init, length):
         torch.stack([slow_sequence(signal, *(draw * sequence.eta.detach()).tolist(), padding) for draw in per_signal])
         for signal, per_signal in zip(x, draws, strict=True)
     ])  # fmt: skip
-    torch.testing.assert_close(sequence.apply(x, draws), expected)
+    torch.testing.assert_close(sequence.transform(x, draws), expected)
 
 
 def test_a_shift_of_one_is_half_the_signal():
     x, draws = torch.randn(2, 3, 10), torch.ones(1, 1, 2)
-    circular = Sequence(init={"shift": 1.0}, padding="circular").apply(x, draws).squeeze(1)
+    circular = Sequence(init={"shift": 1.0}, padding="circular").transform(x, draws).squeeze(1)
     torch.testing.assert_close(circular, x.roll(-5, -1))
-    zeros = Sequence(init={"shift": 1.0}).apply(x, draws).squeeze(1)
+    zeros = Sequence(init={"shift": 1.0}).transform(x, draws).squeeze(1)
     torch.testing.assert_close(zeros, torch.cat([x[..., 5:], torch.zeros(2, 3, 5)], dim=-1))
 
 
@@ -232,10 +232,10 @@ def test_composition_applies_one_after_the_other(same_draws):
     draws = composed.sample(1 if same_draws else len(x), SAMPLES)
     for s in range(SAMPLES):
         expected, one = x, draws[:, [s]]
-        expected = first.apply(expected, one[..., :6]).squeeze(1)
-        expected = second.apply(expected, one[..., 6:9]).squeeze(1)
-        expected = third.apply(expected, one[..., 9:]).squeeze(1)
-        torch.testing.assert_close(composed.apply(x, draws)[:, s], expected)
+        expected = first.transform(expected, one[..., :6]).squeeze(1)
+        expected = second.transform(expected, one[..., 6:9]).squeeze(1)
+        expected = third.transform(expected, one[..., 9:]).squeeze(1)
+        torch.testing.assert_close(composed.transform(x, draws)[:, s], expected)
 
 
 def test_the_order_matters():
@@ -245,10 +245,10 @@ def test_the_order_matters():
     )
     origin, draws = torch.zeros(1, 2), torch.ones(1, 1, 12)
     torch.testing.assert_close(
-        Compose(move, turn).apply(origin, draws)[0, 0], torch.tensor([0.0, 1.0])
+        Compose(move, turn).transform(origin, draws)[0, 0], torch.tensor([0.0, 1.0])
     )
     torch.testing.assert_close(
-        Compose(turn, move).apply(origin, draws)[0, 0], torch.tensor([1.0, 0.0])
+        Compose(turn, move).transform(origin, draws)[0, 0], torch.tensor([1.0, 0.0])
     )
 
 
@@ -421,7 +421,7 @@ def test_gradient_of_the_evidence_equals_central_differences(make, draws):
         (lambda: Compose(Colour()).sample(3, 0), "positive integer"),
         (lambda: Compose(Colour()).fixed(0), "positive integer"),
         (
-            lambda: sobol_pair().apply(torch.rand(IMAGES), torch.zeros(2, 4, 8)),
+            lambda: sobol_pair().transform(torch.rand(IMAGES), torch.zeros(2, 4, 8)),
             r"\[n or 1, n_samples, 9\]",
         ),
     ],
@@ -457,5 +457,5 @@ def test_a_group_of_ones_own_composes():
             return x.unsqueeze(1) @ matrices.mT.to(x.dtype)
 
     composed = Compose(Scaling(init=math.log(2)), AffinePoints(init={"x_scale": math.log(3)}))
-    moved = composed.apply(torch.ones(1, 5, 2), torch.ones(1, 1, 7))
+    moved = composed.transform(torch.ones(1, 5, 2), torch.ones(1, 1, 7))
     torch.testing.assert_close(moved, torch.tensor([6.0, 2.0]).expand(1, 1, 5, 2))

@@ -11,6 +11,7 @@ import asdl.core
 import backpack
 import pytest
 import torch
+from builders import Gain
 from cases import COMPOSED, WITH_RULES
 from torch import nn
 from twins import relative_error
@@ -47,7 +48,7 @@ class Stretch(li.Augmentation):
     def fixed(self, n_samples):
         return torch.linspace(-1, 1, n_samples + 2)[1:-1].unsqueeze(0)
 
-    def apply(self, x, draws):
+    def transform(self, x, draws):
         if not x.is_floating_point():
             return torch.stack([(x + s) % 11 for s in range(draws.shape[1])], dim=1)
         factors = 1 + draws * self.hyperparameter("eta")
@@ -282,7 +283,7 @@ def test_parameters_without_a_rule_have_their_exact_diagonal(engine):
 def test_a_rule_of_ones_own_works_in_every_engine(engine, monkeypatch):
     monkeypatch.setattr(rules_module, "_rules", rules_module.rules())
 
-    @register_rule(test_rules.Gain)
+    @register_rule(Gain)
     def gain(module):
         return [
             Block(
@@ -294,7 +295,7 @@ def test_a_rule_of_ones_own_works_in_every_engine(engine, monkeypatch):
             )
         ]
 
-    net = nn.Sequential(nn.Linear(5, 4), test_rules.Gain(4), nn.Tanh(), nn.Linear(4, 3))
+    net = nn.Sequential(nn.Linear(5, 4), Gain(4), nn.Tanh(), nn.Linear(4, 3))
     model, x, y = (
         li.InvariantModel(net, Stretch(), n_samples=3),
         torch.randn(4, 5),
@@ -487,7 +488,7 @@ class Silent(nn.Module):
             return None
 
     def forward(self, x):
-        return self.Function.apply(x)
+        return self.Function.transform(x)
 
 
 class Named(nn.Module):

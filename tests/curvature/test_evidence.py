@@ -222,7 +222,7 @@ def test_evidence_equals_the_closed_form_of_a_linear_gaussian_model():
     loader = DataLoader(TensorDataset(x, y), batch_size=9)
     model.generator.manual_seed(1)
     phi = (
-        model.augmentation.apply(x, model.augmentation.sample(9, SAMPLES, model.generator))
+        model.augmentation.transform(x, model.augmentation.sample(9, SAMPLES, model.generator))
         .mean(1)
         .detach()
     )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders import Gain
 from cases import GROUP, TORCH, WITH_RULES, name_of
 from torch import nn
 
@@ -46,15 +47,6 @@ def test_rules_are_looked_up_by_exact_type():
     assert [row.supported for row in report.rows] == [True, True, False, False]
     assert "Doubled has no rule" in str(report)
     assert "1.weight" in str(report)
-
-
-class Gain(nn.Module):
-    def __init__(self, n):
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(n) + 0.5)
-
-    def forward(self, x):
-        return self.gain * x
 
 
 def test_a_custom_rule_takes_a_few_lines(monkeypatch):

@@ -44,7 +44,7 @@ def test_warp_needs_a_map_per_image():
 def test_warping_in_parts_changes_nothing(monkeypatch):
     images, maps = torch.rand(7, 1, 4, 5), torch.randn(7, 2, 3)
     whole = datasets.warp(images, maps)
-    monkeypatch.setattr(datasets, "_WARPED_AT_ONCE", 3)
+    monkeypatch.setattr(datasets.images, "_WARPED_AT_ONCE", 3)
     torch.testing.assert_close(datasets.warp(images, maps), whole)
 
 
@@ -60,7 +60,7 @@ def test_images_are_moved_as_the_augmentation_moves_them():
 @pytest.fixture
 def maps_of(monkeypatch):
     """Return what transformed() would do to 4,000 images."""
-    monkeypatch.setattr(datasets, "warp", lambda images, maps: maps)
+    monkeypatch.setattr(datasets.images, "warp", lambda images, maps: maps)
     return lambda kind: transformed(torch.rand(4000, 1, 2, 2), kind, seeded())
 
 
@@ -172,7 +172,7 @@ def test_a_third_of_a_turn_of_hue_permutes_the_channels(monkeypatch):
 def test_hue_is_turned_as_the_augmentation_turns_it(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, **kwargs: torch.ones(shape))
     images = torch.linspace(0, 1, 2 * 3 * 4 * 5).view(2, 3, 4, 5)
-    expected = Colour(init={"hue": 0.7}).apply(images, torch.ones(1, 1, 3)).squeeze(1)
+    expected = Colour(init={"hue": 0.7}).transform(images, torch.ones(1, 1, 3)).squeeze(1)
     torch.testing.assert_close(datasets.hue_rotated(images, 0.7), expected)
 
 
@@ -238,7 +238,7 @@ def test_waves_are_shifted_as_the_augmentation_shifts_them(padding):
     )
     augmentation = Sequence(init={"shift": 0.25}, padding=padding)
     torch.testing.assert_close(
-        augmentation.apply(still, torch.tensor([[[-1.0, 0.0]]])).squeeze(1), moved
+        augmentation.transform(still, torch.tensor([[[-1.0, 0.0]]])).squeeze(1), moved
     )
 
 

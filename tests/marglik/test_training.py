@@ -733,7 +733,7 @@ def stopping_after(epoch):
 def run_of(tmp_path, name="run", data=None, **options):
     """A run with every kind of randomness: loader, draws, dropout, the choice of batches, numpy, Python, callbacks."""
     torch.manual_seed(7)
-    np.random.seed(7)  # noqa: NPY002
+    np.random.seed(7)
     random.seed(7)
 
     class Noisy(torch.utils.data.Dataset):
@@ -748,7 +748,7 @@ def run_of(tmp_path, name="run", data=None, **options):
             return (
                 x + 0.01 * np.random.randn() + 0.01 * random.random() + 0.01 * self.rng.normal(),
                 y,
-            )  # noqa: NPY002
+            )
 
     data = torch.utils.data.Subset(Noisy(), range(25))
     loader = DataLoader(data, 7, shuffle=True, generator=torch.Generator().manual_seed(3))

@@ -133,7 +133,9 @@ def test_saliency_is_turned_back():
 def test_saliency_under_interpolation_is_moved_back_by_the_transpose():
     model, x, group = plain(9), images(3, 9), li.AffineImage(**ROTATIONS)
     units = torch.eye(81).view(81, 1, 9, 9)
-    matrices = group.apply(units, group.fixed(4)).flatten(2)  # [pixel before, draw, pixel after]
+    matrices = group.transform(units, group.fixed(4)).flatten(
+        2
+    )  # [pixel before, draw, pixel after]
     cosines = []
     for image in x:
         image = image[None].requires_grad_()

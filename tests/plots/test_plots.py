@@ -74,7 +74,7 @@ def test_samples_show_the_original_first(ax, channels):
     mosaic = mosaic.view(2, 5, 4, 7, channels).permute(0, 2, 4, 1, 3)
     torch.testing.assert_close(mosaic[:, 0], images)
     draws = augmentation.sample(2, 3, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(mosaic[:, 1:], augmentation.apply(images, draws))
+    torch.testing.assert_close(mosaic[:, 1:], augmentation.transform(images, draws))
     assert ax.get_title() == "turned"
     assert len(ax.get_xticks()) == len(ax.get_yticks()) == 0
     assert len(ax.get_lines()) == 3 + 1
