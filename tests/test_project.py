@@ -174,5 +174,6 @@ def test_bad_arguments_are_explained(arguments, match):
         cli.main(arguments)
 
 
-def test_version_is_that_of_the_package():
-    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+def test_the_version_stands_in_one_place():
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().partition("[tool.")[0]
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", __version__)

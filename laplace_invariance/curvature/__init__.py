@@ -10,7 +10,7 @@ from laplace_invariance.curvature.kron import (
     DifferentiableKronDecomposed,
     load_state_dict,
 )
-from laplace_invariance.curvature.rules import Block, register_rule
+from laplace_invariance.curvature.rules import Block, ElementwiseBlock, MatrixBlock, register_rule
 
 # Engines of other packages, imported when asked for: name -> (module here, package there, what to install)
 _ENGINES = {
@@ -26,6 +26,8 @@ __all__ = [
     "Block",
     "DifferentiableKron",
     "DifferentiableKronDecomposed",
+    "ElementwiseBlock",
+    "MatrixBlock",
     "check_model",
     "load_state_dict",
     "register_rule",

@@ -15,46 +15,101 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "register_rule", "rule_of", "rules"]
+__all__ = [
+    "AnyBlock",
+    "Block",
+    "ElementwiseBlock",
+    "MatrixBlock",
+    "register_rule",
+    "rule_of",
+    "rules",
+]
 
 
 @dataclass(frozen=True)
-class Block:
-    """How one parameter of a layer enters its output.
+class MatrixBlock:
+    """How a parameter enters a layer's output as a matrix: ``sum_r g_r (x) a_r`` is its gradient.
 
     Attributes:
-        parameter: its name in the module, e.g. ``"weight"``.
-        a: maps the module's input ``[rows, ...]`` to ``[rows, shared, d_in]``; None stands for ones (a bias).
-        g: maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d_out]``; always linear.
-        elementwise: the parameter multiplies ``a`` elementwise instead of as a matrix.
-        linear: ``a`` is linear in the input, so that samples may be averaged before it instead of after.
-        slots: the positions come with a further axis, ``[rows, shared, slots, d]``, and slot ``q`` meets only the ``q``-th
-            part of the parameter's rows (groups of a convolution).
-        slotted_columns: of its columns instead; the axis is there even for one slot.
-        transposed: the parameter is stored as ``[d_in, d_out]``.
+        parameter: Name of the parameter in the module, e.g. ``"weight"``.
+        a: Maps the module's input ``[rows, ...]`` to ``[rows, shared, d_in]``.
+        g: Maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d_out]``; always
+            linear.
+        linear: Whether ``a`` is linear in the input, so that samples may be averaged before it
+            instead of after.
+        slots: Number of slots. Positions then have a further axis, ``[rows, shared, slots, d]``, and
+            slot ``q`` meets only the ``q``-th part of the parameter's rows (groups of a convolution).
+        slotted_columns: Whether slots split the columns of the parameter instead of its rows; the
+            axis is then there even for one slot.
+        transposed: Whether the parameter is stored as ``[d_in, d_out]``.
     """
 
     parameter: str
-    a: Callable[[Tensor], Tensor] | None
+    a: Callable[[Tensor], Tensor]
     g: Callable[[Tensor], Tensor]
-    elementwise: bool = False
     linear: bool = True
     slots: int = 1
     slotted_columns: bool = False
     transposed: bool = False
+    elementwise: ClassVar[bool] = False
 
     @property
     def kinds(self) -> dict[str, bool]:
         """How the parameter is laid out, as ``kfac.jacobian`` wants to know it."""
         return {
-            "elementwise": self.elementwise,
+            "elementwise": False,
             "slotted_columns": self.slotted_columns,
             "transposed": self.transposed,
         }
+
+
+@dataclass(frozen=True)
+class ElementwiseBlock:
+    """How a parameter enters a layer's output elementwise: ``sum_r g_r * a_r`` is its gradient.
+
+    Attributes:
+        parameter: Name of the parameter in the module, e.g. ``"bias"``.
+        a: Maps the module's input ``[rows, ...]`` to ``[rows, shared, d]``; None stands for ones (a
+            bias).
+        g: Maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d]``; always
+            linear.
+    """
+
+    parameter: str
+    a: Callable[[Tensor], Tensor] | None
+    g: Callable[[Tensor], Tensor]
+    elementwise: ClassVar[bool] = True
+    linear: ClassVar[bool] = False
+    slots: ClassVar[int] = 1
+    slotted_columns: ClassVar[bool] = False
+    transposed: ClassVar[bool] = False
+
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """How the parameter is laid out, as ``kfac.jacobian`` wants to know it."""
+        return {"elementwise": True, "slotted_columns": False, "transposed": False}
+
+
+AnyBlock = MatrixBlock | ElementwiseBlock
+
+
+def Block(
+    parameter: str,
+    a: Callable[[Tensor], Tensor] | None,
+    g: Callable[[Tensor], Tensor],
+    elementwise: bool = False,
+    linear: bool = True,
+    **layout: Any,
+) -> AnyBlock:
+    """Return a :class:`MatrixBlock` or an :class:`ElementwiseBlock`; deprecated, choose one of them."""
+    if elementwise or a is None:
+        return ElementwiseBlock(parameter, a, g)
+    return MatrixBlock(parameter, a, g, linear, **layout)
 
 
 Rule = Callable[[nn.Module], Iterable[Block]]

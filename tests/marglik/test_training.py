@@ -907,7 +907,7 @@ import sys, pathlib
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_default_dtype(torch.float64)
-from test_marglik import run_of
+from test_training import run_of
 result = run_of(pathlib.Path({directory!r}), n_epochs={epochs}, resume=True)
 torch.save({{**result.model.state_dict(), "prior": result.prior_precision, "losses": result.losses,
             "margliks": result.margliks}}, {out!r})
