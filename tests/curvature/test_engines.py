@@ -409,7 +409,7 @@ def test_engines_run_in_threads(engine):
 def test_asdl_is_as_it_was_when_it_cannot_be_entered(monkeypatch):
     model = li.InvariantModel(nn.Linear(5, 3), Stretch(), n_samples=2)
     before = state_of(model)
-    from laplace_invariance.curvature import asdl as engine
+    from laplace_invariance.curvature.engines import asdl as engine
 
     def broken(*args, **kwargs):
         raise ArithmeticError("on purpose")
@@ -488,7 +488,7 @@ class Silent(nn.Module):
             return None
 
     def forward(self, x):
-        return self.Function.transform(x)
+        return self.Function.apply(x)
 
 
 class Named(nn.Module):
