@@ -18,7 +18,7 @@ from twins import relative_error
 
 import laplace_invariance as li
 from laplace_invariance import curvature
-from laplace_invariance.curvature import Block, register_rule
+from laplace_invariance.curvature import ElementwiseBlock, register_rule
 from laplace_invariance.curvature import rules as rules_module
 from laplace_invariance.curvature.engines.backpack import DERIVATIVES
 from laplace_invariance.layers import (
@@ -285,15 +285,7 @@ def test_a_rule_of_ones_own_works_in_every_engine(engine, monkeypatch):
 
     @register_rule(Gain)
     def gain(module):
-        return [
-            Block(
-                "gain",
-                lambda x: x.unsqueeze(1),
-                lambda g: g.unsqueeze(1),
-                elementwise=True,
-                linear=False,
-            )
-        ]
+        return [ElementwiseBlock("gain", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1))]
 
     net = nn.Sequential(nn.Linear(5, 4), Gain(4), nn.Tanh(), nn.Linear(4, 3))
     model, x, y = (

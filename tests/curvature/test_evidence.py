@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from twins import block_diagonal, central_differences, ggn, relative_error
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, MatrixBlock, kfac
+from laplace_invariance.curvature.engines.autograd import AutogradEngine
+from laplace_invariance.curvature.trace.matching import match
 from laplace_invariance.hyper import differentiable
 
 STRUCTURES, BACKENDS, LIKELIHOODS = (
@@ -157,30 +159,44 @@ def test_truncated_gradient_holds_the_directions_fixed():
     assert 0 < relative_error(truncated, exact) < 1
 
 
+def columns_of(outputs, likelihood):
+    """Directions that span the loss Hessian, and its entries between them."""
+    if likelihood == "regression":
+        return [unit.expand_as(outputs) for unit in torch.eye(CLASSES)], None
+    basis = kfac.complement_basis(CLASSES, outputs).expand(len(outputs), -1, -1)
+    return basis.unbind(-1), basis.mT @ kfac.softmax_hessian(outputs) @ basis
+
+
+def factors_of(trace, matched, likelihood, n):
+    columns, weights = columns_of(trace.outputs, likelihood)
+    terms = zip(
+        matched.blocks, trace.averaged_inputs(), trace.averaged_gradients(columns), strict=True
+    )
+    return [
+        block.factors(a, g, weights, n, "expand", False)
+        if isinstance(block, MatrixBlock)
+        else [kfac.gram(g, weights)]
+        for block, a, g in terms
+    ]
+
+
 def one_big_graph(model, loader, likelihood, structure):
     """The log marginal likelihood with all batches in one graph, and a dense log determinant."""
-    model.generator.manual_seed(1)
-    backend = AugmentedGGN(model, likelihood)
-    backend.kron(*next(iter(loader)), N=11)  # matches the layers
+    matched = match(model, list(model.parameters()), model, next(iter(loader))[0][:2])
+    interface = AugmentedGGN(model, likelihood)
     model.generator.manual_seed(1)
     loss, precision, n = 0.0, 0.0, len(loader.dataset)
     scale = 1.0 if likelihood == "classification" else 1 / 0.7**2
-    factors = None
+    batches = []
     for x, y in loader:
-        with differentiable(), backend._run(model, x, create_graph=True) as trace:
-            columns, weights = backend._columns(trace.outputs, y)
+        engine = AutogradEngine(differentiate=True)
+        with differentiable(), engine.run(model, x, matched) as trace:
             if structure == "kron":
-                a, g = trace.averaged_inputs(), trace.averaged_gradients(columns)
-                batch = [
-                    backend._factors(i, a.get(i), g[i], weights, n)
-                    for i in range(len(backend.params))
-                ]
-                factors = batch if factors is None else [
-                    [f + b for f, b in zip(fs, bs, strict=True)] for fs, bs in zip(factors, batch, strict=True)
-                ]  # fmt: skip
+                batches.append(factors_of(trace, matched, likelihood, n))
             else:
                 precision = precision + ggn(model, trace.outputs, likelihood)
-        loss = loss + backend.factor * backend.lossfunc(trace.outputs, y)
+        loss = loss + interface.factor * interface.lossfunc(trace.outputs, y)
+    factors = [[sum(terms) for terms in zip(*fs, strict=True)] for fs in zip(*batches, strict=True)]
     if structure == "kron":
         precision = torch.block_diag(
             *(torch.kron(*fs) if len(fs) == 2 else fs[0] for fs in factors)
