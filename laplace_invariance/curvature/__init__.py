@@ -7,18 +7,19 @@ transformed copies of each, ``rows`` = B * S, ``shared`` R positions at which on
 1.  laplace calls ``AugmentedGGN.kron(x, y, N)`` with x ``[B, ...]`` (``ggn``). On the first batch,
     every parameter is matched with the layers that own it and their rules, and these are verified
     against autograd on two inputs (``trace.matching``, ``rules``).
-2.  The batch is split into chunks that fit into memory (``trace.chunks``). Each is run without a
-    graph inside one node of the graph per batch (``recompute``), and its draws are recorded.
+2.  The batch is split into chunks that fit into memory (``trace.chunks``). Each is run without
+    a graph inside one node of the graph per batch (``recompute``), and its draws are recorded.
 3.  ``InvariantModel`` makes samples ``[rows, ...]`` of x, runs its network on them and averages:
     outputs f ``[B, C]``. An engine keeps what each layer received and returned
     (``engines``, ``trace.calls``).
-4.  The loss Hessian is expressed by K fixed directions, each ``[B, C]``, and weights M ``[B, K, K]``
-    (``kfac``). For each direction the engine finds the gradients at all layers, ``[rows, ...]``.
+4.  The loss Hessian is expressed by K fixed directions, each ``[B, C]``, and their weights M
+    ``[B, K, K]`` (``kfac``). For each direction the engine finds the gradients at all layers,
+    ``[rows, ...]``.
 5.  Rules turn a layer's input into ``a`` ``[rows, R, d_in]`` and gradients into ``g``
     ``[rows, R, d_out]``. Samples are folded: inputs are averaged, gradients summed, to
     ``[B, R, d_in]`` and ``[B, K, R, d_out]``.
-6.  Products give the factors ``G`` ``[d_out, d_out]`` and ``A / N`` ``[d_in, d_in]`` of each matrix,
-    and one exact block ``[d, d]`` for each other parameter, in the order of
+6.  Products give the factors ``G`` ``[d_out, d_out]`` and ``A / N`` ``[d_in, d_in]`` of each
+    matrix, and one exact block ``[d, d]`` for each other parameter, in the order of
     ``model.parameters()``: a ``DifferentiableKron`` (``kron``).
 7.  laplace adds these up over batches, and calls ``decompose`` and ``logdet``: eigenvalues of G and
     A give the log determinant, and laplace the marginal likelihood.

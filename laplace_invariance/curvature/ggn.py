@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,11 @@ from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import fixed_draws, taped
 
 __all__ = ["AugmentedEF", "AugmentedGGN"]
+
+# Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all
+# columns with respect to the layers' outputs or, where a Jacobian is formed, to the parameters.
+# benchmarks/README.md has measurements.
+CHUNK_ELEMENTS = 2**26
 
 # Directions to backpropagate, each [batch, C], and their weights M, None for the identity.
 Columns = tuple[Sequence[Tensor], Tensor | None]
@@ -94,12 +100,9 @@ class _AugmentedCurvature(CurvatureInterface):
                 f"unknown arguments {sorted(kwargs)}; options of the backend go into backend_kwargs"
             )
         matched = self._prepare(x)
-        if matched.unsupported and self.on_unsupported == "error":
-            raise NotImplementedError(matched.objection())
-
-        def factors(trace: AnyTrace, y: Tensor) -> list[Tensor]:
-            return [factor for own in self._factors(trace, y, matched, N) for factor in own]
-
+        if matched.objection is not None and self.on_unsupported == "error":
+            raise NotImplementedError(matched.objection)
+        factors = partial(self._factors, matched=matched, N=N)
         loss, *found = self._sum(factors, x, y, matched)
         rest = iter(found)
         kfacs = []
@@ -136,10 +139,10 @@ class _AugmentedCurvature(CurvatureInterface):
         matched = self._prepare(x)
         jacobians, outputs = [], []
         with torch.enable_grad(), fixed_draws():
-            for part in chunks.parts(x, self._chunk_size(matched, True), self.dict_key_x):
-                run = self._trace(part, matched)
+            for chunk in chunks.split(x, self._chunk_size(matched, True), self.dict_key_x):
+                run = self._trace(chunk.x, matched)
                 if enable_backprop:
-                    run = AutogradEngine(differentiate=True).run(self.model, part, matched)
+                    run = AutogradEngine(differentiate=True).run(self.model, chunk.x, matched)
                 with run as trace:
                     jacobian, output = self._jacobian(trace, _units(trace.outputs)), trace.outputs
                 if not enable_backprop:
@@ -164,11 +167,12 @@ class _AugmentedCurvature(CurvatureInterface):
         matched = self._prepare(x)
         gradients, loss = [], torch.zeros(())
         with torch.enable_grad():
-            for chunk in chunks.split(x, y, self._chunk_size(matched, True), self.dict_key_x):
+            for chunk in chunks.split(x, self._chunk_size(matched, True), self.dict_key_x):
+                targets = y[chunk.rows]
                 with self._trace(chunk.x, matched) as trace:
-                    column = self._loss_gradient(trace.outputs, chunk.y).detach()
+                    column = self._loss_gradient(trace.outputs, targets).detach()
                     gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
-                    loss = loss.to(column) + self.lossfunc(trace.outputs, chunk.y).detach()
+                    loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
         return torch.cat(gradients), loss
 
     # A batch: what is matched, how it is split, and the sum over its parts.
@@ -185,7 +189,7 @@ class _AugmentedCurvature(CurvatureInterface):
         matched = self._last_match
         # one input does not show whether the first axis is that of the batch
         if matched is None or matched.n_inputs < min(2, chunks.batch_size(x, self.dict_key_x)):
-            matched = match(self._model, self.params, self.model, chunks.part_of(x, 0, 2))
+            matched = match(self._model, self.params, self.model, chunks.part_of(x, slice(2)))
             if self.likelihood == Likelihood.CLASSIFICATION and matched.n_outputs < 2:
                 raise ValueError(
                     "classification needs an output for each of at least two classes, "
@@ -195,12 +199,21 @@ class _AugmentedCurvature(CurvatureInterface):
         return matched
 
     def _chunk_size(self, matched: Match, explicit: bool) -> int:
-        """Return the number of inputs with ``chunk_size`` rows, or with gradients that fit."""
+        """Return the number of inputs with ``chunk_size`` rows, or with gradients of bounded size.
+
+        Args:
+            matched: Layers and parameters of the model.
+            explicit: Whether a Jacobian in all parameters is formed.
+        """
         if matched.others:  # autograd sums over the batch, so there must be one input in it
             return 1
         if self.chunk_size is not None:
             return self.chunk_size // matched.n_samples()
-        return chunks.inputs_per_chunk(matched, self._n_columns(matched.n_outputs), explicit)
+        elements = matched.size
+        if explicit:
+            elements += sum(parameter.numel() for parameter in matched.parameters)
+        n_tensors = self._n_columns(matched.n_outputs) + 4  # 4: the forward pass
+        return CHUNK_ELEMENTS // (elements * n_tensors)
 
     def _sum(
         self,
@@ -214,16 +227,16 @@ class _AugmentedCurvature(CurvatureInterface):
 
         def terms(chunk: Chunk, differentiate: bool) -> list[Tensor]:
             with self._trace(chunk.x, matched, differentiate) as trace:
-                outputs, y = trace.outputs, chunk.y
-                if self.likelihood == Likelihood.REGRESSION and y.shape != outputs.shape:
+                outputs, targets = trace.outputs, y[chunk.rows]
+                if self.likelihood == Likelihood.REGRESSION and targets.shape != outputs.shape:
                     raise ValueError(
-                        f"targets {list(y.shape)} must have the shape of the outputs "
+                        f"targets {list(targets.shape)} must have the shape of the outputs "
                         f"{list(outputs.shape)}"
                     )
-                return [self.factor * self.lossfunc(outputs, y), *curvature(trace, y)]
+                return [self.factor * self.lossfunc(outputs, targets), *curvature(trace, targets)]
 
         size = self._chunk_size(matched, explicit)
-        return chunks.sum_over(chunks.split(x, y, size, self.dict_key_x), terms, matched)
+        return chunks.sum_over(chunks.split(x, size, self.dict_key_x), terms, matched)
 
     # A chunk: its trace, and the curvature that is made of it.
 
@@ -232,7 +245,8 @@ class _AugmentedCurvature(CurvatureInterface):
     ) -> AbstractContextManager[AnyTrace]:
         """Run the model; in parts, if one input has more samples than a chunk has rows."""
         size = self.chunk_size
-        if size is not None and matched.is_average() and matched.n_samples() > size:
+        alone = matched.averages() == [self.model]
+        if size is not None and alone and matched.n_samples() > size:
             engine = AutogradEngine() if differentiate else self.engine
             return nullcontext(ChunkedTrace(x, matched, size, engine, differentiate))
         engine = AutogradEngine(differentiate=True) if differentiate else self.engine
@@ -246,26 +260,27 @@ class _AugmentedCurvature(CurvatureInterface):
         """Return the number of directions that will be backpropagated."""
         raise NotImplementedError
 
-    def _factors(self, trace: AnyTrace, y: Tensor, matched: Match, N: int) -> list[list[Tensor]]:
-        """Return the Kronecker factors of each parameter."""
+    def _factors(self, trace: AnyTrace, y: Tensor, matched: Match, N: int) -> list[Tensor]:
+        """Return the Kronecker factors of all parameters, two for each matrix."""
         columns, weights = self._columns(trace, y)
         inputs, gradients = trace.averaged_inputs(), trace.averaged_gradients(columns)
         factors: list[list[Tensor]] = []
         for index, parameter in enumerate(matched.parameters):
             block, a, g = matched.blocks[index], inputs[index], gradients[index]
             twin = matched.twins.get(index, index)
+            weight = gradients[twin]
             if g is None:  # its layer was not called
                 own = no_factors(block, parameter, self.per_slot)
             elif isinstance(block, MatrixBlock) and a is not None:
                 own = block.factors(a, g, weights, N, self.kfac_approx, self.per_slot)
-            elif twin < index and _at_one_position(gradients[twin]):
-                own = factors[twin][:1]  # the block of such a bias is the factor G of its weight
+            elif twin < index and weight is not None and weight.shape[2:-1].numel() == 1:
+                own = factors[twin][:1]  # with one position, the block of a bias is the factor G
             elif block is None:
                 own = [kfac.weighted_diagonal(g, weights)]
             else:
                 own = [kfac.gram(g, weights)]
             factors.append(own)
-        return factors
+        return [factor for own in factors for factor in own]
 
     def _jacobian(self, trace: AnyTrace, columns: Sequence[Tensor]) -> Tensor:
         """Return the derivatives ``[batch, column, P]`` in all parameters, in their order."""
@@ -290,11 +305,6 @@ class _AugmentedCurvature(CurvatureInterface):
 def _units(outputs: Tensor) -> list[Tensor]:
     """Return the unit vectors as columns, each ``[batch, C]``."""
     return [unit.expand_as(outputs) for unit in torch.eye(outputs.shape[-1]).to(outputs)]
-
-
-def _at_one_position(g: Tensor | None) -> bool:
-    """Return whether gradients ``[batch, column, shared, (slots,) d]`` are at one position."""
-    return g is not None and g.shape[2:-1].numel() == 1
 
 
 class AugmentedGGN(_AugmentedCurvature, GGNInterface):

@@ -203,20 +203,19 @@ class Trace:
         inputs: dict[int, list[Tensor]] = {}
         for call in self.calls:
             for index, block in call.blocks:
-                if isinstance(block, MatrixBlock):
-                    inputs.setdefault(index, []).append(self._averaged_input(call, block))
+                if isinstance(block, ElementwiseBlock):
+                    continue
+                if block.linear:  # to unfold the mean is cheaper than to average unfolded samples
+                    a = block.a(kfac.fold_inputs(call.x, call.levels))
+                else:
+                    a = kfac.fold_inputs(block.a(call.x), call.levels)
+                inner = self._rows_per_input(a)
+                a = rearrange(a, "(batch inner) r ... -> batch (inner r) ...", inner=inner)
+                inputs.setdefault(index, []).append(a)
         result: PerParameter = [None] * len(self.parameters)
         for index, tensors in inputs.items():
             result[index] = _joined(tensors, dim=1)
         return result
-
-    def _averaged_input(self, call: Call, block: MatrixBlock) -> Tensor:
-        if block.linear:  # to unfold the mean is cheaper than to average unfolded samples
-            a = block.a(kfac.fold_inputs(call.x, call.levels))
-        else:
-            a = kfac.fold_inputs(block.a(call.x), call.levels)
-        inner = self._rows_per_input(a)
-        return rearrange(a, "(batch inner) r ... -> batch (inner r) ...", inner=inner)
 
     def averaged_gradients(self, columns: Sequence[Tensor]) -> PerParameter:
         """Return gradients in every parameter, the material of Kronecker factors.

@@ -24,17 +24,10 @@ __all__ = [
     "Chunk",
     "ChunkedTrace",
     "batch_size",
-    "inputs_per_chunk",
     "part_of",
-    "parts",
     "split",
     "sum_over",
 ]
-
-# Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all
-# columns with respect to the layers' outputs or, where a Jacobian is formed, to the parameters.
-# benchmarks/README.md has measurements.
-CHUNK_ELEMENTS = 2**26
 
 Output = TypeVar("Output", Tensor, Tensor | None)
 
@@ -45,12 +38,12 @@ class Chunk:
 
     Attributes:
         x: Inputs ``[n, ...]``, or a mapping with such tensors in it.
-        y: Their targets.
+        rows: Their place in the batch.
         tape: Random draws of the first pass, which the recomputation replays.
     """
 
     x: Any
-    y: Tensor
+    rows: slice
     tape: list[Tensor] = field(default_factory=list)
 
 
@@ -59,40 +52,19 @@ def batch_size(x: Any, key: str) -> int:
     return len(x[key] if isinstance(x, MutableMapping) else x)
 
 
-def part_of(x: Any, start: int, stop: int) -> Any:
-    """Return inputs ``start`` to ``stop`` of a tensor, or of a mapping with tensors in it."""
+def part_of(x: Any, rows: slice) -> Any:
+    """Return some inputs of a tensor, or of a mapping with tensors in it."""
     if not isinstance(x, MutableMapping):
-        return x[start:stop]
-    part = {k: v[start:stop] if isinstance(v, Tensor) else v for k, v in x.items()}
+        return x[rows]
+    part = {k: v[rows] if isinstance(v, Tensor) else v for k, v in x.items()}
     return type(x)(part)  # type: ignore[call-arg]  # such as a dict or transformers' BatchEncoding
 
 
-def parts(x: Any, size: int, key: str) -> list[Any]:
-    """Return inputs in parts of ``size``, or of one if that is less."""
-    n = batch_size(x, key)
+def split(x: Any, size: int, key: str) -> list[Chunk]:
+    """Split a batch into chunks of ``size`` inputs, or of one if that is less."""
     size = max(1, size)
-    return [part_of(x, start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def split(x: Any, y: Tensor, size: int, key: str) -> list[Chunk]:
-    """Return inputs and targets in chunks of ``size`` inputs, or of one if that is less."""
-    inputs = parts(x, size, key)
-    targets = y.split([batch_size(part, key) for part in inputs])
-    return [Chunk(part, target) for part, target in zip(inputs, targets, strict=True)]
-
-
-def inputs_per_chunk(match: Match, n_columns: int, explicit: bool) -> int:
-    """Return the number of inputs whose gradients have a bounded size.
-
-    Args:
-        match: Layers and parameters of the model.
-        n_columns: Number of directions that are backpropagated.
-        explicit: Whether a Jacobian in all parameters is formed.
-    """
-    elements = match.size
-    if explicit:
-        elements += sum(parameter.numel() for parameter in match.parameters)
-    return CHUNK_ELEMENTS // (elements * (n_columns + 4))  # 4: the forward pass
+    places = [slice(start, start + size) for start in range(0, batch_size(x, key), size)]
+    return [Chunk(part_of(x, rows), rows) for rows in places]
 
 
 def sum_over(
@@ -122,22 +94,26 @@ def sum_over(
         for chunk in chunks:
             with recording(chunk.tape):
                 found = [term.detach() for term in terms(chunk, False)]
-            totals = _added(totals, found)
+            if totals:
+                found = [total + term for total, term in zip(totals, found, strict=True)]
+            totals = found
         return totals
 
-    def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         if not torch.allclose(_fingerprint(match), weights, rtol=1e-5):
             raise RuntimeError(
                 "the weights changed after fit(), so its evidence has no gradient any more; "
                 "fit again"
             )
-        # shortcuts give no gradients of parameters, which autograd must find for those without rule
+        # shortcuts have no gradients of parameters, which those without a rule need
         modules = [] if match.others else list(match.model.modules())
-        totals: list[Tensor | None] = [torch.zeros_like(tensor) for tensor in hyper]
+        totals = [torch.zeros_like(tensor) for tensor in hyper]
         for chunk in chunks:
             with replaying(chunk.tape), shortcuts(modules):
                 gradients = pull_back_through(terms(chunk, True), cotangents, hyper)
-            totals = _added(totals, gradients)
+            for i, gradient in enumerate(gradients):
+                if gradient is not None:
+                    totals[i] = totals[i] + gradient
         return totals
 
     return recomputed(evaluate, pull_back, hyper)
@@ -146,21 +122,6 @@ def sum_over(
 def _fingerprint(match: Match) -> Tensor:
     """Return numbers that show whether the weights are the same."""
     return torch.stack([parameter.detach().abs().sum() for parameter in match.parameters])
-
-
-def _added(totals: list[Output], terms: Sequence[Output]) -> list[Output]:
-    """Add terms to totals, of which there are none at first; None adds nothing."""
-    if not totals:
-        return list(terms)
-    return [_plus(total, term) for total, term in zip(totals, terms, strict=True)]
-
-
-def _plus(total: Output, term: Output) -> Output:
-    if total is None:
-        return term
-    if term is None:
-        return total
-    return total + term
 
 
 class ChunkedTrace:
@@ -225,9 +186,14 @@ class ChunkedTrace:
         columns: Sequence[Tensor] = (),
     ) -> list[Output]:
         """Sum over parts, differentiably with respect to hyperparameters and columns."""
-        totals: list[Output] = []
-        for part in self._parts:
-            totals = _added(totals, self._term(part, evaluate, columns))
+        totals = list(self._term(self._parts[0], evaluate, columns))
+        for part in self._parts[1:]:
+            for i, term in enumerate(self._term(part, evaluate, columns)):
+                total = totals[i]
+                if total is None:
+                    totals[i] = term
+                elif term is not None:
+                    totals[i] = total + term
         return totals
 
     def _term(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,14 @@ from laplace_invariance.invariant import InvariantModel
 __all__ = ["Coverage", "Match", "Owner", "coverage", "match"]
 
 
+WAYS_OUT = (
+    "Ways out: backend_kwargs={'on_unsupported': 'diag'} uses their exact diagonal instead (one "
+    "input at a time, hence slow); register_rule teaches the backend a layer in a few lines; "
+    "requires_grad_(False) leaves a parameter out of the posterior; hessian_structure='diag' or "
+    "'full' needs no rule. laplace_invariance.curvature.check_model(model) shows the whole table."
+)
+
+
 @dataclass(frozen=True)
 class Owner:
     """A module that owns a parameter, and what its rule says of it.
@@ -33,20 +41,15 @@ class Owner:
         path: Name of the module in the model.
         module: The module.
         name: Name of the parameter in the module.
-        blocks: Blocks of the parameter; none if there is a reason.
-        reason: Why there is no block, or None.
+        blocks: Blocks of the parameter.
+        reason: Why there is none, if so.
     """
 
     path: str
     module: nn.Module
     name: str
     blocks: tuple[AnyBlock, ...]
-    reason: str | None
-
-    def kind(self) -> tuple[object, ...]:
-        """Return what owners must agree in for their blocks to have the same layout."""
-        module = self.module
-        return type(module), self.name, getattr(module, "groups", 1), getattr(module, "slots", 1)
+    reason: str
 
     def __str__(self) -> str:
         return f"{self.path or 'model'}.{self.name} ({type(self.module).__name__})"
@@ -86,9 +89,12 @@ def coverage(model: nn.Module) -> list[Coverage]:
     owners: dict[nn.Parameter, list[Owner]] = {}
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if any(parameter.requires_grad for parameter in own.values()):
-            for owner in _owned(path, module, list(own)):
-                owners.setdefault(own[owner.name], []).append(owner)
+        if not any(parameter.requires_grad for parameter in own.values()):
+            continue
+        blocks, reason = _apply_rule(module)
+        for name, parameter in own.items():
+            found = tuple(block for block in blocks if block.parameter == name)
+            owners.setdefault(parameter, []).append(Owner(path, module, name, found, reason))
     return [
         Coverage(name, parameter, tuple(owners[parameter]), _objection(owners[parameter]))
         for name, parameter in model.named_parameters()
@@ -96,28 +102,27 @@ def coverage(model: nn.Module) -> list[Coverage]:
     ]
 
 
-def _owned(path: str, module: nn.Module, names: list[str]) -> Iterator[Owner]:
-    """Yield an owner for each of a module's own parameters."""
+def _apply_rule(module: nn.Module) -> tuple[list[AnyBlock], str]:
+    """Return the blocks of a module, and why other parameters of it have none."""
     kind = type(module).__name__
-    blocks: list[AnyBlock] = []
-    reason = f"{kind} has no rule"
     rule = rule_of(module)
-    if rule is not None:
-        reason = f"the rule of {kind} has no block for it"
-        try:
-            blocks = list(rule(module))
-        except NotImplementedError as error:
-            reason = f"{kind}: {error}"
-    for name in names:
-        own = tuple(block for block in blocks if block.parameter == name)
-        yield Owner(path, module, name, own, None if own else reason)
+    if rule is None:
+        return [], f"{kind} has no rule"
+    try:
+        return list(rule(module)), f"the rule of {kind} has no block for it"
+    except NotImplementedError as error:
+        return [], f"{kind}: {error}"
 
 
 def _objection(owners: list[Owner]) -> str | None:
     """Return why the owners' blocks do not cover the parameter, or None if they do."""
-    if len({owner.kind() for owner in owners}) > 1:
+    layouts = set()  # in which blocks of one parameter must agree
+    for owner in owners:
+        sizes = (getattr(owner.module, "groups", 1), getattr(owner.module, "slots", 1))
+        layouts.add((type(owner.module), owner.name, *sizes))
+    if len(layouts) > 1:
         return f"shared by modules of different kinds: {' and '.join(map(str, owners))}"
-    return next((owner.reason for owner in owners if owner.reason is not None), None)
+    return next((owner.reason for owner in owners if not owner.blocks), None)
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,8 @@ class Match:
         parameters: Parameters in the order of ``model.parameters()``.
         layers: Layers to capture.
         blocks: Block of each parameter, None for one without a rule.
-        unsupported: Why parameters have no rule, by index.
+        others: Indices of parameters without a rule, which autograd differentiates.
+        objection: Which parameters lack a rule, why, and what to do; None if none does.
         twins: For a bias whose gradients are those of the weight matrix of the same layer,
             summed over its positions, the index of the weight, which is smaller.
         n_inputs: Number of inputs that this was verified on.
@@ -141,48 +147,24 @@ class Match:
     parameters: Sequence[nn.Parameter]
     layers: Layers
     blocks: Sequence[AnyBlock | None]
-    unsupported: dict[int, Coverage]
+    others: Sequence[int]
+    objection: str | None
     twins: dict[int, int]
     n_inputs: int
     n_outputs: int
     size: int
 
-    @property
-    def others(self) -> list[int]:
-        """Indices of parameters that autograd differentiates, one input at a time."""
-        return sorted(self.unsupported)
-
     def hyperparameters(self) -> list[Tensor]:
         """Return the hyperparameters of the model that are learnt."""
         return [tensor for tensor in hyperparameters(self.model) if tensor.requires_grad]
 
-    def is_average(self) -> bool:
-        """Return whether the model is an average over samples, with no other inside."""
-        return _invariant_models(self.model) == [self.model]
+    def averages(self) -> list[InvariantModel]:
+        """Return the averages over samples in the model."""
+        return [module for module in self.model.modules() if isinstance(module, InvariantModel)]
 
     def n_samples(self) -> int:
         """Return the number of rows that one input becomes."""
-        models = _invariant_models(self.model)
-        return math.prod(model.augmentation.count(model.n_samples) for model in models)
-
-    def objection(self) -> str:
-        """Return which parameters lack Kronecker curvature, why, and what to do."""
-        lines = ["no Kronecker curvature for:"]
-        for index in self.others:
-            entry = self.unsupported[index]
-            lines.append(f"  {entry.name} {list(entry.parameter.shape)}: {entry.reason}")
-        lines.append(
-            "Ways out: backend_kwargs={'on_unsupported': 'diag'} uses their exact diagonal "
-            "instead (one input at a time, hence slow); register_rule teaches the backend a layer "
-            "in a few lines; requires_grad_(False) leaves a parameter out of the posterior; "
-            "hessian_structure='diag' or 'full' needs no rule. "
-            "laplace_invariance.curvature.check_model(model) shows the whole table."
-        )
-        return "\n".join(lines)
-
-
-def _invariant_models(model: nn.Module) -> list[InvariantModel]:
-    return [module for module in model.modules() if isinstance(module, InvariantModel)]
+        return math.prod(a.augmentation.count(a.n_samples) for a in self.averages())
 
 
 def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module, x: Any) -> Match:
@@ -199,32 +181,47 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
     """
     entries = {entry.parameter: entry for entry in coverage(root)}
     covered = [entries[parameter] for parameter in parameters]
-    unsupported = {i: entry for i, entry in enumerate(covered) if not entry.supported}
     layers = _assign(covered)
     with torch.enable_grad(), fixed_draws():
         outputs, calls = _rehearse(model, layers, x)
-        supported = {i: p for i, p in enumerate(parameters) if i not in unsupported}
-        for index in _verify(supported, outputs, calls):
-            unsupported[index] = _unexplained(covered[index])
-    blocks = _prune(layers, covered, unsupported)
+        unexplained = _verify(covered, outputs, calls)
+    for index in unexplained:
+        where = " and ".join(owner.path or "the model" for owner in covered[index].owners)
+        reason = (
+            f"calls of {where} do not explain its gradient: it is used outside of them as well, "
+            "or the first axis of what they see is not the batch"
+        )
+        covered[index] = replace(covered[index], reason=reason)
     return Match(
         model,
         parameters,
         layers,
-        blocks,
-        unsupported,
-        _find_twins(layers, covered),
+        blocks=_prune(layers, covered),
+        others=[index for index, entry in enumerate(covered) if entry.reason is not None],
+        objection=_advice(covered),
+        twins=_find_twins(layers, covered),
         n_inputs=len(outputs),
         n_outputs=outputs.shape[-1],
         size=sum(call.output.numel() for call in calls) // len(outputs) + 1,
     )
 
 
+def _advice(covered: Sequence[Coverage]) -> str | None:
+    """Return which parameters lack Kronecker curvature, why, and what to do."""
+    lines = []
+    for entry in covered:
+        if entry.reason is not None:
+            lines.append(f"  {entry.name} {list(entry.parameter.shape)}: {entry.reason}")
+    if not lines:
+        return None
+    return "\n".join(["no Kronecker curvature for:", *lines, WAYS_OUT])
+
+
 def _assign(covered: Sequence[Coverage]) -> Layers:
     """Return the layers whose calls explain parameters, with the indices of these."""
     layers = Layers({})
     for index, entry in enumerate(covered):
-        if not entry.supported:
+        if entry.reason is not None:
             continue
         for owner in entry.owners:
             own = layers.blocks.setdefault(owner.module, [])
@@ -245,20 +242,18 @@ def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Ca
     return outputs, calls
 
 
-def _verify(
-    parameters: dict[int, nn.Parameter], outputs: Tensor, calls: Sequence[Call]
-) -> list[int]:
-    """Return the indices whose gradient, input by input, is not what the blocks say."""
-    if not parameters:
+def _verify(covered: Sequence[Coverage], outputs: Tensor, calls: Sequence[Call]) -> list[int]:
+    """Return the covered parameters whose gradient, input by input, is not what blocks say."""
+    supported = {i: entry.parameter for i, entry in enumerate(covered) if entry.reason is None}
+    if not supported:
         return []
     direction = torch.sin(torch.arange(1, outputs.shape[-1] + 1).to(outputs))
-    tensors = list(parameters.values())
-    truth = [backpropagate(row, tensors, direction) for row in outputs]
-    explained = _explain(parameters, outputs, calls, direction)
+    truth = [backpropagate(row, list(supported.values()), direction) for row in outputs]
+    explained = _explain(supported, outputs, calls, direction)
     largest = max(gradient.abs().max() for row in truth for gradient in row)
     tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
     wrong = []
-    for position, index in enumerate(parameters):
+    for position, index in enumerate(supported):
         expected = torch.stack([row[position].flatten() for row in truth])
         actual = explained.get(index, torch.zeros_like(expected))
         allowed = tolerance * (expected.abs().max() + 1e-3 * largest)
@@ -268,10 +263,7 @@ def _verify(
 
 
 def _explain(
-    parameters: dict[int, nn.Parameter],
-    outputs: Tensor,
-    calls: Sequence[Call],
-    direction: Tensor,
+    parameters: dict[int, nn.Parameter], outputs: Tensor, calls: Sequence[Call], direction: Tensor
 ) -> dict[int, Tensor | None]:
     """Return the gradients ``[batch, numel]`` that blocks make of calls, None for a mismatch."""
     explained: dict[int, Tensor | None] = {}
@@ -283,13 +275,10 @@ def _explain(
         for index, block in call.blocks:
             shape = (len(outputs), parameters[index].numel())
             before = explained.get(index, outputs.new_zeros(shape))
-            term = None
-            if _fits(block, call.x, gradient, len(outputs)):
+            explained[index] = None
+            if before is not None and _fits(block, call.x, gradient, len(outputs)):
                 term = block.gradient_map(call.x, len(outputs))(gradient)
-            if before is None or term is None or term.shape != shape:
-                explained[index] = None
-            else:
-                explained[index] = before + term
+                explained[index] = before + term if term.shape == shape else None
     return explained
 
 
@@ -305,28 +294,16 @@ def _fits(block: AnyBlock, x: Tensor, gradient: Tensor, batch: int) -> bool:
     return same_positions and a.ndim == g.ndim and a.shape[2:-1] == g.shape[2:-1]
 
 
-def _unexplained(entry: Coverage) -> Coverage:
-    where = " and ".join(owner.path or "the model" for owner in entry.owners)
-    reason = (
-        f"calls of {where} do not explain its gradient: it is used outside of them as well, or "
-        "the first axis of what they see is not the batch"
-    )
-    return replace(entry, reason=reason)
-
-
-def _prune(
-    layers: Layers, covered: Sequence[Coverage], unsupported: Collection[int]
-) -> list[AnyBlock | None]:
-    """Forget blocks of unsupported parameters, and return the block of every parameter."""
+def _prune(layers: Layers, covered: Sequence[Coverage]) -> list[AnyBlock | None]:
+    """Forget blocks that explain nothing, and return the block of every parameter."""
     for module, own in list(layers.blocks.items()):
-        kept = [(index, block) for index, block in own if index not in unsupported]
+        kept = [(index, block) for index, block in own if covered[index].reason is None]
         layers.blocks[module] = kept
         if not kept:
             del layers.blocks[module]
-    blocks: list[AnyBlock | None] = [None] * len(covered)
-    for index, entry in enumerate(covered):
-        if index not in unsupported:
-            blocks[index] = entry.owners[0].blocks[0]
+    blocks: list[AnyBlock | None] = []
+    for entry in covered:
+        blocks.append(entry.owners[0].blocks[0] if entry.reason is None else None)
     return blocks
 
 
