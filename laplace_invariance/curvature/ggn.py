@@ -7,7 +7,7 @@ convolutions and embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -30,9 +30,10 @@ from laplace_invariance.draws import fixed_draws, taped
 __all__ = ["AugmentedEF", "AugmentedGGN"]
 
 # Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all
-# columns with respect to the layers' outputs or, where a Jacobian is formed, to the parameters.
-# benchmarks/README.md has measurements.
+# columns with respect to the layers' outputs or, where a Jacobian is formed, to the parameters;
+# the forward pass counts as some more columns. benchmarks/README.md has measurements.
 CHUNK_ELEMENTS = 2**26
+FORWARD_TENSORS = 4
 
 # Directions to backpropagate, each [batch, C], and their weights M, None for the identity.
 Columns = tuple[Sequence[Tensor], Tensor | None]
@@ -58,8 +59,8 @@ class _AugmentedCurvature(CurvatureInterface):
         on_unsupported: str = "error",
         **kwargs: Any,
     ) -> None:
-        keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, **keys, **kwargs)
+        keys = (dict_key_x, dict_key_y)
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, *keys, **kwargs)
         if kfac_approx not in ("expand", "reduce"):
             raise ValueError(f"kfac_approx must be 'expand' or 'reduce', got {kfac_approx!r}")
         if on_unsupported not in ("error", "diag"):
@@ -83,12 +84,6 @@ class _AugmentedCurvature(CurvatureInterface):
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
         """Return loss and Kronecker factors of a batch, differentiable in hyperparameters.
 
-        Args:
-            x: Inputs ``[batch, ...]``.
-            y: Targets.
-            N: Size of the data set.
-            **kwargs: Not supported.
-
         Returns:
             The summed loss, and for each matrix ``[G, A / N]``, for other parameters ``[H]``.
 
@@ -96,9 +91,8 @@ class _AugmentedCurvature(CurvatureInterface):
             NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
         """
         if kwargs:
-            raise TypeError(
-                f"unknown arguments {sorted(kwargs)}; options of the backend go into backend_kwargs"
-            )
+            names = sorted(kwargs)
+            raise TypeError(f"unknown arguments {names}; backend options go into backend_kwargs")
         matched = self._prepare(x)
         if matched.objection is not None and self.on_unsupported == "error":
             raise NotImplementedError(matched.objection)
@@ -144,7 +138,8 @@ class _AugmentedCurvature(CurvatureInterface):
                 if enable_backprop:
                     run = AutogradEngine(differentiate=True).run(self.model, chunk.x, matched)
                 with run as trace:
-                    jacobian, output = self._jacobian(trace, _units(trace.outputs)), trace.outputs
+                    output = trace.outputs
+                    jacobian = self._jacobian(trace, kfac.unit_directions(output))
                 if not enable_backprop:
                     jacobian, output = jacobian.detach(), output.detach()
                 jacobians.append(jacobian)
@@ -179,13 +174,7 @@ class _AugmentedCurvature(CurvatureInterface):
 
     def _prepare(self, x: Any) -> Match:
         """Check the inputs, and match parameters with layers on the first of them."""
-        for tensor in x.values() if isinstance(x, MutableMapping) else [x]:
-            numbers = isinstance(tensor, Tensor) and tensor.is_floating_point()
-            if numbers and not torch.isfinite(tensor).all():
-                raise ValueError(
-                    "the input holds NaN or infinite values, "
-                    "which would make the evidence NaN as well"
-                )
+        chunks.check_finite(x)
         matched = self._last_match
         # one input does not show whether the first axis is that of the batch
         if matched is None or matched.n_inputs < min(2, chunks.batch_size(x, self.dict_key_x)):
@@ -201,9 +190,7 @@ class _AugmentedCurvature(CurvatureInterface):
     def _chunk_size(self, matched: Match, explicit: bool) -> int:
         """Return the number of inputs with ``chunk_size`` rows, or with gradients of bounded size.
 
-        Args:
-            matched: Layers and parameters of the model.
-            explicit: Whether a Jacobian in all parameters is formed.
+        A Jacobian in all parameters is formed if ``explicit``.
         """
         if matched.others:  # autograd sums over the batch, so there must be one input in it
             return 1
@@ -212,8 +199,7 @@ class _AugmentedCurvature(CurvatureInterface):
         elements = matched.size
         if explicit:
             elements += sum(parameter.numel() for parameter in matched.parameters)
-        n_tensors = self._n_columns(matched.n_outputs) + 4  # 4: the forward pass
-        return CHUNK_ELEMENTS // (elements * n_tensors)
+        return CHUNK_ELEMENTS // (elements * (self._n_columns(matched.n_outputs) + FORWARD_TENSORS))
 
     def _sum(
         self,
@@ -224,6 +210,8 @@ class _AugmentedCurvature(CurvatureInterface):
         explicit: bool = False,
     ) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
+        if (n := chunks.batch_size(x, self.dict_key_x)) != len(y):
+            raise ValueError(f"there are {len(y)} targets for {n} inputs")
 
         def terms(chunk: Chunk, differentiate: bool) -> list[Tensor]:
             with self._trace(chunk.x, matched, differentiate) as trace:
@@ -244,12 +232,12 @@ class _AugmentedCurvature(CurvatureInterface):
         self, x: Any, matched: Match, differentiate: bool = False
     ) -> AbstractContextManager[AnyTrace]:
         """Run the model; in parts, if one input has more samples than a chunk has rows."""
+        engine = AutogradEngine() if differentiate else self.engine
         size = self.chunk_size
-        alone = matched.averages() == [self.model]
-        if size is not None and alone and matched.n_samples() > size:
-            engine = AutogradEngine() if differentiate else self.engine
+        if size is not None and matched.is_average() and matched.n_samples() > size:
             return nullcontext(ChunkedTrace(x, matched, size, engine, differentiate))
-        engine = AutogradEngine(differentiate=True) if differentiate else self.engine
+        if differentiate:
+            engine = AutogradEngine(differentiate=True)
         return engine.run(self.model, x, matched)
 
     def _columns(self, trace: AnyTrace, y: Tensor) -> Columns:
@@ -300,11 +288,6 @@ class _AugmentedCurvature(CurvatureInterface):
         if self.likelihood == Likelihood.REGRESSION:
             return 2 * (outputs - y)
         return outputs.softmax(-1) - nn.functional.one_hot(y, outputs.shape[-1])
-
-
-def _units(outputs: Tensor) -> list[Tensor]:
-    """Return the unit vectors as columns, each ``[batch, C]``."""
-    return [unit.expand_as(outputs) for unit in torch.eye(outputs.shape[-1]).to(outputs)]
 
 
 class AugmentedGGN(_AugmentedCurvature, GGNInterface):
@@ -381,7 +364,7 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         if self.stochastic:
             return self._sampled_columns(outputs), None
         if self.likelihood == Likelihood.REGRESSION:
-            return _units(outputs), None
+            return kfac.unit_directions(outputs), None
         classes = outputs.shape[-1]
         hessian = kfac.softmax_hessian(outputs)
         if self.output_rank is None or self.output_rank >= classes - 1:

@@ -43,6 +43,7 @@ __all__ = [
     "leading_directions",
     "sampled_directions",
     "softmax_hessian",
+    "unit_directions",
     "weighted_diagonal",
 ]
 
@@ -258,6 +259,11 @@ def complement_basis(n: int, like: Tensor) -> Tensor:
     basis = torch.triu(torch.ones(n, n - 1, dtype=like.dtype, device=like.device))
     basis[torch.arange(1, n), torch.arange(n - 1)] = -k
     return basis / (k * (k + 1)).sqrt()
+
+
+def unit_directions(outputs: Tensor) -> list[Tensor]:
+    """Return the unit vectors as directions, each ``[batch, C]`` as the outputs are."""
+    return [unit.expand_as(outputs) for unit in torch.eye(outputs.shape[-1]).to(outputs)]
 
 
 def softmax_hessian(logits: Tensor) -> Tensor:

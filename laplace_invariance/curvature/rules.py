@@ -32,11 +32,11 @@ __all__ = [
     "Block",
     "ElementwiseBlock",
     "MatrixBlock",
+    "blocks_of",
     "convolution",
     "extract_patches",
     "no_factors",
     "register_rule",
-    "rule_of",
     "rules",
 ]
 
@@ -221,9 +221,16 @@ def rules() -> dict[type[nn.Module], Rule[Any]]:
     return dict(_rules)
 
 
-def rule_of(module: nn.Module) -> Rule[Any] | None:
-    """Return the rule registered for the exact type of a module."""
-    return _rules.get(type(module))
+def blocks_of(module: nn.Module) -> tuple[list[AnyBlock], str]:
+    """Return the blocks of a module, and why parameters of it without a block have none."""
+    kind = type(module).__name__
+    rule = _rules.get(type(module))
+    if rule is None:
+        return [], f"{kind} has no rule"
+    try:
+        return list(rule(module)), f"the rule of {kind} has no block for it"
+    except NotImplementedError as error:
+        return [], f"{kind}: {error}"
 
 
 def _positions_last(x: Tensor) -> Tensor:

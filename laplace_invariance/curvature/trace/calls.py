@@ -258,14 +258,10 @@ class Trace:
         return maps
 
     def _at_positions(self, folded: list[list[Tensor]]) -> dict[int, tuple[AnyBlock, list[Tensor]]]:
-        """Return the columns of folded gradients at the positions of each matrix and bias.
+        """Return folded gradients at the positions of each matrix, and summed for each bias.
 
-        Args:
-            folded: For each call and column, gradients ``[batch * inner, ...]``.
-
-        Returns:
-            By index of the parameter, its block and, for each of its calls, gradients
-            ``[batch, column, shared, (slots,) d_out]``, summed over positions for a bias.
+        For each call and column these are ``[batch * inner, ...]``; they become, by index of the
+        parameter and for each of its calls, ``[batch, column, shared, (slots,) d_out]``.
         """
         found: dict[int, tuple[AnyBlock, list[Tensor]]] = {}
         for call, sums in zip(self.calls, folded, strict=True):

@@ -24,6 +24,7 @@ __all__ = [
     "Chunk",
     "ChunkedTrace",
     "batch_size",
+    "check_finite",
     "part_of",
     "split",
     "sum_over",
@@ -50,6 +51,16 @@ class Chunk:
 def batch_size(x: Any, key: str) -> int:
     """Return the number of inputs in a tensor, or in a mapping under the given key."""
     return len(x[key] if isinstance(x, MutableMapping) else x)
+
+
+def check_finite(x: Any) -> None:
+    """Raise unless all numbers of the inputs are finite."""
+    for tensor in x.values() if isinstance(x, MutableMapping) else [x]:
+        numbers = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if numbers and not torch.isfinite(tensor).all():
+            raise ValueError(
+                "the input holds NaN or infinite values, which would make the evidence NaN as well"
+            )
 
 
 def part_of(x: Any, rows: slice) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from laplace_invariance.curvature.rules import (
     ElementwiseBlock,
     Map,
     MatrixBlock,
-    rule_of,
+    blocks_of,
 )
 from laplace_invariance.curvature.trace.calls import Call, Layers, backpropagate
 from laplace_invariance.draws import fixed_draws
@@ -91,7 +90,7 @@ def coverage(model: nn.Module) -> list[Coverage]:
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if not any(parameter.requires_grad for parameter in own.values()):
             continue
-        blocks, reason = _apply_rule(module)
+        blocks, reason = blocks_of(module)
         for name, parameter in own.items():
             found = tuple(block for block in blocks if block.parameter == name)
             owners.setdefault(parameter, []).append(Owner(path, module, name, found, reason))
@@ -100,18 +99,6 @@ def coverage(model: nn.Module) -> list[Coverage]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-
-
-def _apply_rule(module: nn.Module) -> tuple[list[AnyBlock], str]:
-    """Return the blocks of a module, and why other parameters of it have none."""
-    kind = type(module).__name__
-    rule = rule_of(module)
-    if rule is None:
-        return [], f"{kind} has no rule"
-    try:
-        return list(rule(module)), f"the rule of {kind} has no block for it"
-    except NotImplementedError as error:
-        return [], f"{kind}: {error}"
 
 
 def _objection(owners: list[Owner]) -> str | None:
@@ -158,13 +145,18 @@ class Match:
         """Return the hyperparameters of the model that are learnt."""
         return [tensor for tensor in hyperparameters(self.model) if tensor.requires_grad]
 
-    def averages(self) -> list[InvariantModel]:
-        """Return the averages over samples in the model."""
-        return [module for module in self.model.modules() if isinstance(module, InvariantModel)]
+    def is_average(self) -> bool:
+        """Return whether the model is an average over samples, with no other inside."""
+        averages = [module for module in self.model.modules() if isinstance(module, InvariantModel)]
+        return averages == [self.model]
 
     def n_samples(self) -> int:
         """Return the number of rows that one input becomes."""
-        return math.prod(a.augmentation.count(a.n_samples) for a in self.averages())
+        n = 1
+        for module in self.model.modules():
+            if isinstance(module, InvariantModel):
+                n *= module.augmentation.count(module.n_samples)
+        return n
 
 
 def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module, x: Any) -> Match:
@@ -192,13 +184,14 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
             "or the first axis of what they see is not the batch"
         )
         covered[index] = replace(covered[index], reason=reason)
+    others = [index for index, entry in enumerate(covered) if entry.reason is not None]
     return Match(
         model,
         parameters,
         layers,
         blocks=_prune(layers, covered),
-        others=[index for index, entry in enumerate(covered) if entry.reason is not None],
-        objection=_advice(covered),
+        others=others,
+        objection=_advice(covered) if others else None,
         twins=_find_twins(layers, covered),
         n_inputs=len(outputs),
         n_outputs=outputs.shape[-1],
@@ -206,14 +199,13 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
     )
 
 
-def _advice(covered: Sequence[Coverage]) -> str | None:
+def _advice(covered: Sequence[Coverage]) -> str:
     """Return which parameters lack Kronecker curvature, why, and what to do."""
-    lines = []
-    for entry in covered:
-        if entry.reason is not None:
-            lines.append(f"  {entry.name} {list(entry.parameter.shape)}: {entry.reason}")
-    if not lines:
-        return None
+    lines = [
+        f"  {entry.name} {list(entry.parameter.shape)}: {entry.reason}"
+        for entry in covered
+        if entry.reason is not None
+    ]
     return "\n".join(["no Kronecker curvature for:", *lines, WAYS_OUT])
 
 
