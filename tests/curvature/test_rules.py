@@ -30,9 +30,10 @@ def test_rule_equals_autograd(build, shape):
     blocks = {block.parameter: block for block in rules()[type(module)](module)}
     assert set(blocks) == {name for name, _ in module.named_parameters()}
     for name, parameter in module.named_parameters():
-        expected = torch.stack([
-            torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0].flatten() for i in range(2)
-        ])  # fmt: skip
+        rows = [
+            torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0] for i in range(2)
+        ]
+        expected = torch.stack(rows).flatten(1)
         block = blocks[name]
         torch.testing.assert_close(block.gradient_map(x, 2)(g), expected)
         if isinstance(block, MatrixBlock) and block.linear:
@@ -83,6 +84,24 @@ def test_a_wrong_rule_is_found_out(monkeypatch):
         AugmentedGGN(model, "classification").kron(x, y, N=4)
 
 
+MISMATCHES = {
+    "positions": ElementwiseBlock("gain", lambda x: x[:1].unsqueeze(1), lambda g: g.unsqueeze(1)),
+    "rows": ElementwiseBlock("gain", None, lambda g: g.reshape(1, -1, 3)),
+    "axes": MatrixBlock("gain", lambda x: x, lambda g: g.unsqueeze(1)),
+    "size": MatrixBlock("gain", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1)),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_rule_whose_shapes_do_not_fit_is_found_out(name, monkeypatch):
+    monkeypatch.setattr(rules_module, "_rules", rules())
+    register_rule(Gain)(lambda module: [MISMATCHES[name]])
+    model, x, y = nn.Sequential(nn.Linear(2, 3), Gain(3)), torch.randn(4, 2), torch.randint(3, (4,))
+    with pytest.raises(NotImplementedError, match=r"1\.gain.*do not explain its gradient"):
+        AugmentedGGN(model, "classification").kron(x, y, N=4)
+    AugmentedGGN(model, "classification", on_unsupported="diag").kron(x, y, N=4)
+
+
 def test_check_model_leaves_modes_alone_and_judges_evaluation_mode():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout())
     model[2].eval()
@@ -103,6 +122,7 @@ def test_check_model_says_what_stock_kron_refuses():
         (nn.BatchNorm1d(3, track_running_stats=False), "running statistics"),
         (nn.MultiheadAttention(4, 2), "MultiheadAttention has no rule"),
     ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else type(value).__name__,
 )
 def test_reasons_name_the_setting(module, reason):
     report = check_model(nn.Sequential(module))
