@@ -63,14 +63,7 @@ class DifferentiableKron(Kron):
     __rmul__ = __mul__
 
     def decompose(self, damping: bool = False) -> DifferentiableKronDecomposed:
-        """Decompose every factor once.
-
-        Args:
-            damping: Not supported.
-
-        Returns:
-            The decomposition, which keeps the factors, since these carry the gradient.
-        """
+        """Decompose every factor once; the result keeps the factors, which carry the gradient."""
         if damping:
             raise NotImplementedError(
                 "damping=True is not supported: "
@@ -328,12 +321,9 @@ class DifferentiableKronDecomposed(KronDecomposed):
 
 
 def _rotate(x: Tensor, vectors: Sequence[Tensor | None]) -> Tensor:
-    """Multiply by matrices along the last axes.
+    """Multiply ``[n, d]`` or ``[n, d_1, d_2]`` by matrices along the last axes.
 
-    Args:
-        x: Tensor ``[n, d]`` or ``[n, d_1, d_2]``.
-        vectors: A matrix ``[d, d]``, its blocks ``[q, d, d]`` or its diagonal ``[d]`` for each of
-            the last axes; None is the identity.
+    Each is a matrix ``[d, d]``, its blocks ``[q, d, d]``, its diagonal ``[d]``, or None for one.
     """
     dense = [v for v in vectors if v is not None]
     if len(dense) == 2 and dense[0].ndim == dense[1].ndim == 3:

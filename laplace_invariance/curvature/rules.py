@@ -88,16 +88,7 @@ class MatrixBlock:
     def factors(
         self, a: Tensor, g: Tensor, weights: Tensor | None, N: int, approx: str, per_slot: bool
     ) -> list[Tensor]:
-        """Return the Kronecker factors, in the order in which the parameter is stored.
-
-        Args:
-            a: Averaged inputs ``[batch, shared, (slots,) d_in]``.
-            g: Summed gradients ``[batch, column, shared, (slots,) d_out]``.
-            weights: ``M`` ``[batch, column, column]``, or None for the identity.
-            N: Size of the data set.
-            approx: ``"expand"`` or ``"reduce"``.
-            per_slot: Whether there is a gradient factor for each slot of the columns.
-        """
+        """Return :func:`kfac.factors`, in the order in which the parameter is stored."""
         slots = {"slotted_columns": self.slotted_columns, "per_slot": per_slot}
         outer, inner = kfac.factors(a, g, weights, N, approx, **slots)
         return [inner, outer] if self.transposed else [outer, inner]
@@ -120,15 +111,7 @@ class ElementwiseBlock:
     g: Map
 
     def gradient_map(self, x: Tensor, batch: int) -> Map:
-        """Return the map from gradients of the module's output to those of the parameter.
-
-        Args:
-            x: The module's input ``[rows, ...]``.
-            batch: Number of inputs; samples and positions are summed over.
-
-        Returns:
-            A function from ``[rows, ...]`` to ``[batch, numel]``, exact for each input.
-        """
+        """Return the map of gradients, as :meth:`MatrixBlock.gradient_map`."""
         a = None if self.a is None else self.a(x)
         return lambda g: kfac.elementwise_jacobian(a, self.g(g), batch)
 
@@ -235,16 +218,12 @@ def blocks_of(module: nn.Module) -> tuple[list[AnyBlock], str]:
 
 def _positions_last(x: Tensor) -> Tensor:
     """Bring ``[rows, ..., d]`` to ``[rows, shared, d]``."""
-    if x.ndim > 2:
-        return x.flatten(1, -2)
-    return x.unsqueeze(1)
+    return x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
 
 
 def _channels_second(x: Tensor) -> Tensor:
     """Bring ``[rows, d, ...]`` to ``[rows, shared, d]``."""
-    if x.ndim > 2:
-        return x.flatten(2).mT
-    return x.unsqueeze(1)
+    return x.flatten(2).mT if x.ndim > 2 else x.unsqueeze(1)
 
 
 @register_rule(nn.Linear)
@@ -261,17 +240,16 @@ def convolution(module: Any) -> Iterator[AnyBlock]:
     Args:
         module: Convolution of torch, or any module with the settings of one.
     """
-    inputs = partial(extract_patches, module=module)
-    if module.groups == 1:
-        yield MatrixBlock("weight", lambda x: inputs(x).squeeze(2), _channels_second)
+    patches = partial(extract_patches, module=module)
+    groups = module.groups
+
+    def by_group(g: Tensor) -> Tensor:
+        return g.flatten(2).mT.unflatten(-1, (groups, -1))
+
+    if groups == 1:
+        yield MatrixBlock("weight", lambda x: patches(x).squeeze(2), _channels_second)
     else:
-        sizes = (module.groups, -1)
-        yield MatrixBlock(
-            "weight",
-            inputs,
-            lambda g: g.flatten(2).mT.unflatten(-1, sizes),
-            slots=module.groups,
-        )
+        yield MatrixBlock("weight", patches, by_group, slots=groups)
     if module.bias is not None:
         yield ElementwiseBlock("bias", None, _channels_second)
 

@@ -91,13 +91,7 @@ class Layers:
     keywords: str | None = None
 
     def call(self, module: nn.Module, x: Tensor, output: Tensor) -> Call:
-        """Return the record of a call that is being made.
-
-        Args:
-            module: The layer.
-            x: Its input ``[rows, ...]``.
-            output: Its output ``[rows, ...]``.
-        """
+        """Return the record of a call that is being made."""
         if self.copies:
             x = x.clone()
         versions = (x._version, output._version)
@@ -157,14 +151,7 @@ class Trace:
     differentiate: bool = False
 
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
-        """Yield, for each column, the gradients of ``sum(outputs * column)``.
-
-        Args:
-            columns: Directions ``[batch, C]`` to backpropagate.
-
-        Yields:
-            Gradients in the calls' outputs, and in the parameters without a rule.
-        """
+        """Yield the gradients of ``sum(outputs * column)`` for each column ``[batch, C]``."""
         tensors = [call.output for call in self.calls]
         tensors += [self.parameters[index] for index in self.others]
         for column in columns:
@@ -184,7 +171,7 @@ class Trace:
             columns: Directions ``[batch, C]`` to backpropagate.
 
         Returns:
-            Gradients ``[batch, column, numel]`` in each parameter.
+            Gradients ``[batch, column, numel]`` with respect to each parameter.
         """
         maps = self._gradient_maps(scales_only=False)
         found = []
@@ -195,11 +182,7 @@ class Trace:
         return self._stacked(found)
 
     def averaged_inputs(self) -> PerParameter:
-        """Return what each matrix is applied to, averaged over samples.
-
-        Returns:
-            Inputs ``[batch, shared, (slots,) d_in]`` of each matrix, None for other parameters.
-        """
+        """Return what each matrix is applied to, averaged: ``[batch, shared, (slots,) d_in]``."""
         inputs: dict[int, list[Tensor]] = {}
         for call in self.calls:
             for index, block in call.blocks:
