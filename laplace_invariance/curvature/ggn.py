@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -259,7 +260,7 @@ class _AugmentedCurvature(CurvatureInterface):
             else:
                 own = [kfac.gram(g, weights)]
             factors.append(own)
-        return [factor for own in factors for factor in own]
+        return list(chain.from_iterable(factors))
 
     def _jacobian(self, trace: AnyTrace, columns: Sequence[Tensor]) -> Tensor:
         """Return the derivatives ``[batch, column, P]`` in all parameters, in their order."""

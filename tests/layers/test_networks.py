@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from twins import block_diagonal, central_differences, ggn
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedGGN, check_model, kfac
+from laplace_invariance.curvature import AugmentedGGN, check_model
 from laplace_invariance.curvature.rules import rules
 from laplace_invariance.layers import FixupResNet, ScalarBias, ScalarScale, Standardise, cnn, mlp
 

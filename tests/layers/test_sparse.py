@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from twins import block_diagonal, central_differences, ggn, relative_error
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, check_model, kfac
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, check_model
 from laplace_invariance.curvature.rules import rules
 from laplace_invariance.hyper import differentiable
 from laplace_invariance.layers.basis import (

@@ -105,9 +105,7 @@ def sum_over(
         for chunk in chunks:
             with recording(chunk.tape):
                 found = [term.detach() for term in terms(chunk, False)]
-            if totals:
-                found = [total + term for total, term in zip(totals, found, strict=True)]
-            totals = found
+            totals = list(map(torch.add, totals, found)) if totals else found
         return totals
 
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
