@@ -105,6 +105,8 @@ class Basis(Hyperparameterised):
         generator: of random anchors; None is torch's default generator.
     """
 
+    own_prior_parameters = ("omega",)  # a width says nothing about how much of a path is used
+
     def __init__(
         self,
         shape: Sequence[int],
