@@ -1,7 +1,18 @@
 """Small models and data that many tests share."""
 
+import dataclasses
+import inspect
+import random
+import typing
+
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_invariance as li
+from laplace_invariance.marglik import Evidence
+from laplace_invariance.marglik.settings import Settings
 
 
 class Gain(nn.Module):
@@ -11,3 +22,104 @@ class Gain(nn.Module):
 
     def forward(self, x):
         return self.gain * x
+
+
+# Training of small networks on points in the plane.
+
+
+def labelled_points(n=30, classes=3):
+    """Points in the plane, labelled by angle and radius; without classes, with their radius."""
+    x = torch.randn(n, 2)
+    radius = x.norm(dim=1)
+    if not classes:
+        return TensorDataset(x, radius.unsqueeze(1))
+    return TensorDataset(x, (x[:, 0] > 0).long() + (radius > 1.3).long())
+
+
+def shuffled(data, batch_size=7, **kwargs):
+    return DataLoader(data, batch_size=batch_size, shuffle=True, **kwargs)
+
+
+def plain_network(outputs=3):
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+def invariant_network(outputs=3, **kwargs):
+    augmentation = li.AffinePoints(init={"rotation": 0.2}, learn="rotation", **kwargs)
+    return li.InvariantModel(plain_network(outputs), augmentation, n_samples=3)
+
+
+def training_settings(train_loader, **changes):
+    """The settings that ``marglik_training`` would make of these arguments."""
+    parameters = inspect.signature(li.marglik_training).parameters.values()
+    arguments = {parameter.name: parameter.default for parameter in parameters}
+    arguments |= {"train_loader": train_loader, "objective": Evidence(), **changes}
+    groups = {}
+    for name, kind in typing.get_type_hints(Settings).items():
+        names = [field.name for field in dataclasses.fields(kind)]
+        groups[name] = kind(**{name: arguments[name] for name in names})
+    return Settings(**groups)
+
+
+class NoisyPoints(torch.utils.data.Dataset):
+    """Points with noise from numpy's global generator, from Python's, and from one of its own."""
+
+    def __init__(self):
+        self.data = labelled_points()
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        x, y = self.data[i]
+        noise = np.random.randn() + random.random() + self.rng.normal()  # noqa: NPY002
+        return x + 0.01 * noise, y
+
+
+def noisy_run(directory, name="run", **options):
+    """A run with every kind of randomness: loader, draws, dropout, choice of batches, callbacks."""
+    torch.manual_seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    random.seed(7)
+    data = torch.utils.data.Subset(NoisyPoints(), range(25))
+    net = nn.Sequential(
+        nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)
+    )
+    augmentation = li.AffinePoints(init={"rotation": 0.2}, learn=("rotation", "x_scale"))
+    arguments = {
+        "n_epochs": 6,
+        "n_hypersteps": 2,
+        "n_hyper_batches": 2,
+        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
+        "scheduler_kwargs": {"T_max": 30},
+        "generator": torch.Generator().manual_seed(5),
+        "lr_aug_min": 0.01,
+        "optimizer_kwargs": {"lr": np.float64(1e-2)},
+        "checkpoint": directory / f"{name}.pt",
+        "history": directory / f"{name}.jsonl",
+    }
+    arguments |= options
+    arguments["callbacks"] = [lambda record, model: torch.rand(3), *options.get("callbacks", [])]
+    return li.marglik_training(
+        li.InvariantModel(net, augmentation, 3, generator=torch.Generator().manual_seed(4)),
+        shuffled(data, generator=torch.Generator().manual_seed(3)),
+        **arguments,
+    )
+
+
+def without_times(history):
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+class Bad(nn.Module):
+    """Passes its input on, but is not finite while ``when(self)`` says so."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * float("nan") if self.when(self) else x
