@@ -126,7 +126,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Optimiser of the weights, scheduler of its step size, and how many bad steps are borne."""
+    """Optimiser of the weights, scheduler of its step size, and limit of bad steps in a row."""
 
     optimizer_cls: type[torch.optim.Optimizer]
     optimizer_kwargs: dict[str, Any] | None

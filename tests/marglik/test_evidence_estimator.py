@@ -99,6 +99,16 @@ def test_rounds_of_priors_and_hyperparameters():
     assert 0.06 < stepped <= 0.1 + 1e-9  # two steps of 0.05
 
 
+def test_steps_on_priors_do_not_pass_through_the_data():
+    calls = []
+    for n_hypersteps in (1, 5):
+        counter = Bad(lambda self: False)
+        trainer = trainer_of(nn.Sequential(invariant_network(), counter), n_hypersteps=n_hypersteps)
+        trainer.estimator.estimate(epoch=1)
+        calls.append(counter.calls)
+    assert calls[0] == calls[1] > 0
+
+
 # Gradients.
 
 

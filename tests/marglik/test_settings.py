@@ -175,7 +175,7 @@ def test_step_size_follows_half_a_cosine():
 
 def test_schedule_counts_epochs_from_one_and_steps_by_round():
     loader = shuffled(labelled_points())
-    schedule = training_settings(loader, n_epochs_burnin=3, marglik_frequency=2).schedule
+    schedule = training_settings(loader, n_epochs_burnin=4, marglik_frequency=2).schedule
     assert [epoch for epoch in range(1, 9) if schedule.due(epoch)] == [4, 6, 8]
     assert (schedule.rounds, schedule.prior_steps) == (1, 10)
     schedule = training_settings(loader, n_hypersteps=2, n_hypersteps_prior=3).schedule
