@@ -18,7 +18,7 @@ from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.settings import Record, Settings
 
-__all__ = ["TERMS", "EvidenceEstimator", "PartlyDifferentiable"]
+__all__ = ["TERMS", "EvidenceEstimator", "PartlyDifferentiable", "finite"]
 
 logger = logging.getLogger(__name__)
 

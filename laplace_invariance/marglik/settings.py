@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from laplace_invariance.marglik.objectives import Objective
 
 __all__ = [
+    "Callback",
     "DataSettings",
     "EvidenceSettings",
     "HyperparameterSettings",
