@@ -14,8 +14,6 @@ from laplace_invariance.autoencoder import (
 from laplace_invariance.curvature import check_model
 from laplace_invariance.datasets import fourier_code
 
-
-
 # The layer.
 
 
@@ -68,7 +66,8 @@ def test_one_rich_layer_has_the_fourier_transform():
         for module in (layer.linear, last):
             module.bias.zero_()
         last.weight.zero_()
-        # columns: input, norm, normalised even, normalised odd, their product; to be: modulus, sine, cosine
+        # columns: input, norm, normalised even, normalised odd, their product
+        # rows: modulus, sine, cosine
         for target, source in enumerate((1, 3, 2)):
             last.weight[target * d : (target + 1) * d, source * d : (source + 1) * d] = torch.eye(d)
     x = 2 * torch.rand(50, d) - 1

@@ -305,7 +305,7 @@ def test_draws_are_fresh_with_gradients_and_fixed_without():
 
 
 def ring(n=300, n_lobes=0):
-    """Two classes on rings of their own, which change places as often round the circle as there are lobes."""
+    """Two classes on rings of their own, which swap places ``n_lobes`` times round the circle."""
     angles = math.pi * (2 * torch.rand(n) - 1)
     inner = torch.randint(2, (n,))
     radius = 1 + inner + 0.1 * torch.randn(n)

@@ -11,7 +11,7 @@ def _single_precision(_double_precision):
 
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory):
-    """Return a function that runs an experiment in a new directory, and leaves no trace in torch."""
+    """Return a function that runs an experiment in a new directory."""
 
     def run(experiment, config, dtype=torch.float32):
         before, state = torch.get_default_dtype(), torch.get_rng_state()
