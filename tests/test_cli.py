@@ -105,7 +105,7 @@ def test_options_may_take_several_values(configured):
 
 def documented():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "Makefile"]
-    text = "\n".join(page.read_text() for page in pages)
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
     return sorted(set(re.findall(r"^(?:\t\S*/)?laplace-invariance (\w.*?)(?:  #.*)?$", text, re.M)))
 
 
