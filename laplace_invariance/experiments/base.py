@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -88,6 +88,7 @@ class RunDirectory:
         self.config = config
         self.resume = resume
         self._stack = ExitStack()
+        self._locked = False
         self._check()
 
     def __enter__(self) -> RunDirectory:
@@ -96,20 +97,28 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def begin(self) -> None:
-        """Create and lock the directory, and write the configuration.
-
-        Nothing is written before, so that a configuration that turns out to be impossible leaves
-        no trace. The lock is held until the context ends.
+    def lock(self) -> None:
+        """Create the directory, and lock it until the context ends.
 
         Raises:
             BlockingIOError: If another run uses the directory.
+            FileExistsError: If another run has begun and ended here in the meantime.
         """
-        if self.out is None:
+        if self.out is None or self._locked:
             return
+        if not self.out.exists():
+            self._stack.callback(_remove_if_empty, self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(locked(self.out / ".lock"))
-        self._check()  # once more: another run may have begun and ended in the meantime
+        self._locked = True
+        self._check()
+
+    def begin(self) -> None:
+        """Lock the directory, as :meth:`lock` does, and write the configuration.
+
+        Nothing is written before, so that an impossible configuration leaves no trace.
+        """
+        self.lock()
         if self.config is not None:
             self.save("experiment.json", asdict(self.config))
 
@@ -189,6 +198,11 @@ class RunDirectory:
             )
 
 
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # it is not empty, or gone
+        directory.rmdir()
+
+
 def _identity(config: Config) -> dict[str, Any]:
     """Return the fields that tell one experiment from another."""
     return {
@@ -227,12 +241,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def say(line: str, progress_bar: bool) -> None:
-    """Print a line about progress to the standard error stream, where progress bars are.
-
-    Args:
-        line: What is about to be done, or was done.
-        progress_bar: Whether progress is shown at all.
-    """
+    """Print a line about progress to standard error, where progress bars are, if these are shown."""
     if progress_bar:
         print(line, file=sys.stderr, flush=True)
 

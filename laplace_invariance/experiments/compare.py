@@ -136,13 +136,14 @@ def compare(
     runs = config.runs
     results: dict[tuple[str, str], list[LearnResult]] = {}
     with RunDirectory(out, config, resume) as directory:
+        directory.lock()
         for i, run in enumerate(runs, start=1):
             name = f"{Path(run.data).stem}-{run.transform}-{run.method}-{run.seed}"
             say(f"{i} of {len(runs)}: {name}", progress_bar)
             result = learn(run, directory.path(name), resume=resume, progress_bar=progress_bar)
             say(f"    accuracy {result.accuracy:.1%}, {result.seconds:.0f} s", progress_bar)
             results.setdefault((run.transform, run.method), []).append(result)
-            if i == 1:  # images and network exist: now the directory is this comparison's
+            if i == 1:  # the configuration is possible, so the directory is this comparison's
                 directory.begin()
         comparison = CompareResult(results)
         directory.save("comparison.md", comparison.markdown())

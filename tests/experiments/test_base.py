@@ -67,6 +67,14 @@ def test_directory_in_use_is_refused(tmp_path):
     begin(tmp_path, resume=True)
 
 
+def test_directory_that_stays_empty_is_removed_if_it_is_new(tmp_path):
+    for out in (tmp_path, tmp_path / "new"):
+        with RunDirectory(out, CONFIG) as directory:
+            directory.lock()
+            assert out.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_that_began_meanwhile_is_noticed(tmp_path):
     with RunDirectory(tmp_path, CONFIG) as late:
         begin(tmp_path)
@@ -107,7 +115,7 @@ def test_without_matplotlib_all_but_figures_is_written(tmp_path):
     assert files("learn") == whole | {"checkpoint.pt", "history.jsonl"}
     assert files("compare") == whole | {"comparison.md"}
     assert files("measure") == whole | {"report.txt"}
-    assert files("demo") == set()
+    assert not (tmp_path / "demo").exists()  # it has nothing but a figure
     assert "learnt range" in done.stdout
 
 

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from laplace_invariance.experiments import compare as module
+from laplace_invariance.experiments.base import RunDirectory
 from laplace_invariance.experiments.compare import CompareConfig, CompareResult, compare
 from laplace_invariance.experiments.learn import LearnConfig, LearnResult
 
@@ -52,7 +54,7 @@ def test_tables_have_means_and_spreads(tmp_path, capfd):
     assert f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" in table
     assert "| method | fully rotated | original |" in table
     assert "(3.14)" in table
-    with pytest.raises(FileExistsError, match="--resume"):
+    with pytest.raises(FileExistsError, match=f"{tmp_path}/experiment.json exists; .*--resume"):
         compare(config, tmp_path)
     assert str(compare(config, tmp_path, resume=True)) == table
     fewer = CompareConfig(**CELLS | {"methods": ("none",)}, **SMALL)
@@ -84,6 +86,14 @@ def test_compare_prints_its_tables_and_nothing_else(tmp_path, capfd, run_cli):
     assert out == (tmp_path / "comparison.md").read_text()
     assert "| none |" in out
     assert err == ""
+
+
+def test_comparison_in_use_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "learn", None)
+    with RunDirectory(tmp_path) as other:
+        other.lock()
+        with pytest.raises(BlockingIOError, match="is in use by another run"):
+            compare(CompareConfig(), tmp_path)
 
 
 def test_impossible_comparison_writes_nothing(tmp_path, run_cli):
