@@ -1,11 +1,12 @@
-"""Layers and networks, with what curvature must know of them."""
+"""Layers and networks, with the curvature rules of their parameters."""
 
 from laplace_invariance.layers.basis import Basis
 from laplace_invariance.layers.convert import convert
 from laplace_invariance.layers.factored import FactoredLinear2d, Linear2d, SlotLinear
 from laplace_invariance.layers.fixup import FixupResNet, ScalarBias, ScalarScale
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
-from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp, pathway
+from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp
+from laplace_invariance.layers.paths import PathKind, PathSpec, pathway, register_path
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
 from laplace_invariance.layers.residual import OnGroup, ResidualPathway, closed_paths
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
@@ -21,6 +22,8 @@ __all__ = [
     "LiftingConv2d",
     "Linear2d",
     "OnGroup",
+    "PathKind",
+    "PathSpec",
     "PolyphasePool2d",
     "ResidualPathway",
     "ScalarBias",
@@ -35,4 +38,5 @@ __all__ = [
     "equivariant_cnn",
     "mlp",
     "pathway",
+    "register_path",
 ]

@@ -1,0 +1,57 @@
+"""Shapes of settings and of tensors that several layers use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["check_features", "every_entry", "pair"]
+
+
+def pair(name: str, value: int | str | Sequence[int], least: int = 1) -> tuple[int, int]:
+    """Return the height and the width of a setting that one number may give for both.
+
+    Args:
+        name: Name of the setting, for the message.
+        value: One integer, or two.
+        least: The smallest integer that makes sense.
+
+    Raises:
+        ValueError: If the value is anything else.
+    """
+    sizes: tuple[Any, ...] = (value, value) if isinstance(value, int) else tuple(value)
+    if len(sizes) != 2 or not all(isinstance(size, Integral) and size >= least for size in sizes):
+        raise ValueError(
+            f"{name} must be height and width, one or two integers of at least {least}, "
+            f"got {value!r}"
+        )
+    height, width = sizes
+    return height, width
+
+
+def every_entry(x: Tensor) -> Tensor:
+    """Bring ``[rows, ...]`` to ``[rows, shared, 1]``, where all entries share one number."""
+    return x.reshape(len(x), -1, 1)
+
+
+def check_features(who: str, x: Tensor, order: int, channels: int | None = None) -> None:
+    """Raise unless ``x`` are features on a group, ``[n, channels, order, height, width]``.
+
+    Args:
+        who: Name of the layer or group that needs them, for the message.
+        x: The features.
+        order: Number of elements of the group.
+        channels: Number of channels; None allows any.
+
+    Raises:
+        ValueError: If the shape is another one.
+    """
+    if x.ndim != 5 or x.shape[2] != order or channels not in (None, x.shape[1]):
+        expected = "channels" if channels is None else channels
+        raise ValueError(
+            f"{who} needs features on the group, [n, {expected}, {order}, height, width], "
+            f"got shape {list(x.shape)}"
+        )
