@@ -6,13 +6,14 @@ from laplace_invariance.layers.factored import FactoredLinear2d, Linear2d, SlotL
 from laplace_invariance.layers.fixup import FixupResNet, ScalarBias, ScalarScale
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
 from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp
-from laplace_invariance.layers.paths import PathKind, PathSpec, pathway, register_path
+from laplace_invariance.layers.paths import PATHS, PathKind, PathSpec, pathway
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
 from laplace_invariance.layers.residual import OnGroup, ResidualPathway, closed_paths
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
 from laplace_invariance.layers.symmetry import Group
 
 __all__ = [
+    "PATHS",
     "Basis",
     "FactoredLinear2d",
     "FixupResNet",
@@ -38,5 +39,4 @@ __all__ = [
     "equivariant_cnn",
     "mlp",
     "pathway",
-    "register_path",
 ]

@@ -1,14 +1,14 @@
 """Functions on a small grid, as sums of a few basis functions.
 
-A function ``f`` on ``T`` grid points is given by ``M`` numbers ``u`` that belong to anchors ``z``,
-through the kernel ``k(r) = exp(-omega^2 r^2 / 2)``:
+A function ``f`` on ``T`` grid points is given by ``M`` numbers ``u`` that belong to anchors
+``z``, through the kernel ``k(r) = exp(-omega^2 r^2 / 2)``:
 
     f = u Phi,      regression:   Phi = (K_zz + 1e-4 I)^-1 K_zt,    exponential:   Phi = K_zt,
 
-with ``Phi`` ``[M, T]``. In a regression ``u`` are, but for the jitter, the values of ``f`` at the
-anchors, and the kernel interpolates between them. Positions are in units of the grid's spacing, and
-zero is the middle of the grid. The larger ``omega``, the narrower and the less smooth are the
-functions; its sign means nothing.
+with ``Phi`` ``[M, T]``. In a regression ``u`` are, but for the jitter, the values of ``f`` at
+the anchors, and the kernel interpolates between them. Positions are in units of the grid's
+spacing, and zero is the middle of the grid. The larger ``omega``, the narrower and the less
+smooth are the functions; its sign means nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def spread(height: int, width: int) -> Tensor:
     """Return the indices ``[height * width]`` of grid points in an order that spreads them.
 
     The first few, however many, are spread evenly over the grid. The order is that of ordered
-    dithering, outwards from a point in or next to the middle. The first half, rounded up, are the
-    fields of one colour of a chessboard.
+    dithering, outwards from a point in or next to the middle. The first half, rounded up, are
+    the fields of one colour of a chessboard.
     """
     middle_row = height // 2
     middle_column = width // 2
@@ -88,15 +88,9 @@ def basis_matrix(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
 
 
 def basis_derivative(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
-    """Return ``dPhi / domega`` ``[M, T]``.
+    """Return ``dPhi / domega`` ``[M, T]``, with the arguments of :func:`basis_matrix`.
 
     For a regression it is ``(K_zz + 1e-4 I)^-1 (dK_zt - dK_zz Phi)``.
-
-    Args:
-        kind: ``"regression"`` or ``"exponential"``, see the top of the module.
-        omega: Inverse width of the kernel, one number.
-        z: Anchors ``[M, 2]``.
-        t: Grid points ``[T, 2]``.
     """
     squared = _squared_distances(z, t)
     k_zt = _kernel(omega, squared)
@@ -113,28 +107,25 @@ def basis_derivative(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
 class Basis(Hyperparameterised):
     """Base class of layers whose weights are sums of basis functions on a grid.
 
-    It owns ``omega`` ``[1]`` and ``anchors`` ``[M, 2]``, which are in ``state_dict()`` under these
-    names, whether they are learnt or not.
+    It owns ``omega`` ``[1]`` and ``anchors`` ``[M, 2]``, which are in ``state_dict()`` under
+    these names, whether they are learnt or not.
 
     Args:
         shape: Height and width of the grid.
         kind: ``"regression"`` or ``"exponential"``, see the top of the module.
         n_anchors: Number of anchors; None is half the number of grid points, rounded up.
-        anchors: Where anchors are. ``"grid"`` takes grid points that are spread evenly, ``"random"``
-            distinct grid points at random, ``"learnt"`` makes the positions a hyperparameter that
-            starts like ``"grid"`` and stays within the grid.
+        anchors: Where anchors are. ``"grid"`` takes grid points that are spread evenly,
+            ``"random"`` distinct grid points at random, ``"learnt"`` makes the positions a
+            hyperparameter that starts like ``"grid"`` and stays within the grid.
         omega: Initial inverse width of the basis functions.
-        learn_omega: What ``omega`` is: ``"fixed"``; a ``"weight"``, which the training loss changes
-            and which has a prior and curvature; or a ``"hyperparameter"``, which the evidence
-            changes.
+        learn_omega: What ``omega`` is: ``"fixed"``; a ``"weight"``, which the training loss
+            changes and which has a prior and curvature; or a ``"hyperparameter"``, which the
+            evidence changes.
         generator: Source of random anchors; None is torch's default generator.
-
-    Raises:
-        ValueError: If an option is unknown or out of its range.
     """
 
-    # Parameters that keep a prior precision of their own where a path shares one: the width of basis
-    # functions says nothing about how much of a path is used.
+    # Parameters that keep a prior precision of their own where a path shares one: the width of
+    # basis functions says nothing about how much of a path is used.
     own_prior_parameters: ClassVar[tuple[str, ...]] = ("omega",)
 
     omega: Tensor
@@ -197,8 +188,8 @@ class Basis(Hyperparameterised):
         return getattr(self, name)
 
     def _evaluate(self, function: Callable[..., Tensor], omega: Tensor, anchors: Tensor) -> Tensor:
-        # In double precision, whatever that of the weights: neighbouring rows of a smooth kernel are
-        # nearly the same.
+        # In double precision, whatever that of the weights: neighbouring rows of a smooth kernel
+        # are nearly the same.
         points = grid_points(*self.grid).to(omega.device)
         values = function(self.kind, omega.double(), anchors.double(), points)
         return values.to(omega.dtype).contiguous()
@@ -206,9 +197,9 @@ class Basis(Hyperparameterised):
     def matrix(self) -> Tensor:
         """Return ``Phi`` ``[M, T]``.
 
-        It is differentiable in ``omega`` if that is a weight and, inside ``differentiable()``, in
-        hyperparameters. Where nothing is to be differentiated it is computed only after ``omega`` or
-        ``anchors`` changed.
+        It is differentiable in ``omega`` if that is a weight and, inside ``differentiable()``,
+        in hyperparameters. Where nothing is to be differentiated it is computed only after
+        ``omega`` or ``anchors`` changed.
         """
         omega = self._current("omega")
         anchors = self._current("anchors")

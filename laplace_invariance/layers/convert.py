@@ -28,22 +28,23 @@ def convert(
 ) -> nn.Module:
     """Return a copy of ``model`` in which ``nn.Conv2d`` s have freer paths beside them.
 
-    A convolution ``c`` of several positions becomes ``ResidualPathway(conv=c, f_fc=...)`` and keeps
-    its weights. The new paths start near zero, so that the network computes nearly what it did (with
-    ``scale=0`` exactly that), and their prior precisions, learnt by evidence, decide whether they are
-    used::
+    A convolution ``c`` of several positions becomes ``ResidualPathway(conv=c, f_fc=...)`` and
+    keeps its weights. The new paths start near zero, so that the network computes nearly what
+    it did (with ``scale=0`` exactly that), and their prior precisions, learnt by evidence,
+    decide whether they are used::
 
         net = convert(net, (3, 32, 32))
         result = marglik_training(net, loader, prior_structure="path")
         print(metrics.layer_report(result.la))
 
     Args:
-        model: Any network with outputs ``[batch, outputs]``; it is left as it is. A convolution that
-            is called with several sizes cannot be converted, and subclasses of ``nn.Conv2d`` are not,
-            with a warning.
-        in_shape: Channels, height and width of the inputs, from which those of every layer follow.
-        kind: ``"conv"`` and the free paths to put beside it, joined by ``"+"``: ``"f_fc"``, ``"s_fc"``
-            or ``"fc"``.
+        model: Any network with outputs ``[batch, outputs]``; it is left as it is. A convolution
+            that is called with several sizes cannot be converted, and subclasses of
+            ``nn.Conv2d`` are not, with a warning.
+        in_shape: Channels, height and width of the inputs, from which those of every layer
+            follow.
+        kind: ``"conv"`` and the free paths to put beside it, joined by ``"+"``: ``"f_fc"``,
+            ``"s_fc"`` or ``"fc"``.
         scale: Scale of the initial weights of new paths.
         min_positions: Number of input positions below which convolutions are left alone: with a
             single one, as in 1 x 1 layers at the end of a network, nothing is freer than a
@@ -66,8 +67,8 @@ def convert(
         pathways[conv] = ResidualPathway(conv=conv, **paths).to(conv.weight).train(conv.training)
     if not pathways:
         raise ValueError(
-            f"the model has no nn.Conv2d with {min_positions} positions or more, so there is nothing "
-            "to convert"
+            f"the model has no nn.Conv2d with {min_positions} positions or more, "
+            "so there is nothing to convert"
         )
     if model in pathways:
         return pathways[model]
@@ -97,8 +98,8 @@ def _warn_of_subclasses(model: nn.Module) -> None:
     ]
     if others:
         warnings.warn(
-            f"{', '.join(others)}: subclasses of nn.Conv2d, parametrised ones included, may compute "
-            "anything, and are left as they are",
+            f"{', '.join(others)}: subclasses of nn.Conv2d, parametrised ones included, "
+            "may compute anything, and are left as they are",
             stacklevel=3,
         )
 

@@ -6,7 +6,8 @@ The dense layer has one weight for every pair of channels and positions. Factore
 
 so that the layer is two small ones after another, each a matrix per channel:
 
-    z(c', c) = sum_x theta_2(c', c, x) X(c, x),      y(c', x') = sum_c theta_1(c', c, x') z(c', c).
+    z(c', c) = sum_x theta_2(c', c, x) X(c, x),      y(c', x') = sum_c theta_1(c', c, x') z(c',
+    c).
 
 Both are :class:`SlotLinear`, which has the curvature rule.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -34,9 +36,9 @@ __all__ = ["FactoredLinear2d", "FactoredMap2d", "Linear2d", "Map2d", "SlotLinear
 class SlotLinear(nn.Module):
     """A matrix of its own for each slot, ``y(q, :) = W_q x(q, :) + bias``.
 
-    Maps ``[n, slots, in_features]`` to ``[n, slots, out_features]``. The matrices lie side by side in
-    ``weight`` ``[out_features, slots * in_features]``; the bias ``[out_features]`` is shared by all
-    slots.
+    Maps ``[n, slots, in_features]`` to ``[n, slots, out_features]``. The matrices lie side by
+    side in ``weight`` ``[out_features, slots * in_features]``; the bias ``[out_features]`` is
+    shared by all slots.
 
     Args:
         slots: Number of matrices.
@@ -65,10 +67,8 @@ class SlotLinear(nn.Module):
         weight = rearrange(self.weight, "o (q i) -> q o i", q=self.slots).contiguous()
         x = x.transpose(0, 1).contiguous()
         if self.bias is None:
-            y = torch.bmm(x, weight.mT)
-        else:
-            y = torch.baddbmm(self.bias, x, weight.mT)
-        return y.transpose(0, 1)
+            return torch.bmm(x, weight.mT).transpose(0, 1)
+        return torch.baddbmm(self.bias, x, weight.mT).transpose(0, 1)
 
     def extra_repr(self) -> str:
         return (
@@ -99,6 +99,10 @@ class Map2d(nn.Module):
         out_channels: Channels of the output.
         in_shape: Height and width of the input; one number stands for both.
         out_shape: Height and width of the output; None is that of the input.
+        bias: Whether there are biases, zero at first.
+        scale: Scale of the initial outputs for inputs of unit variance. Beside an equivariant path
+            a layer should start near zero (0.01), alone at 1.
+        **options: Further options of a subclass.
 
     Raises:
         ValueError: If there are no channels, or a size is not positive.
@@ -109,7 +113,10 @@ class Map2d(nn.Module):
         in_channels: int,
         out_channels: int,
         in_shape: int | Sequence[int],
-        out_shape: int | Sequence[int] | None,
+        out_shape: int | Sequence[int] | None = None,
+        bias: bool = True,
+        scale: float = 1.0,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.in_channels = in_channels
@@ -120,6 +127,10 @@ class Map2d(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} needs channels, got {in_channels} and {out_channels}"
             )
+        self._add_layers(bias, scale, **options)
+
+    def _add_layers(self, bias: bool, scale: float, *args: Any, **options: Any) -> None:
+        raise NotImplementedError
 
     def _check(self, x: Tensor) -> None:
         expected = (self.in_channels, *self.in_shape)
@@ -139,27 +150,13 @@ class Map2d(nn.Module):
 class Linear2d(Map2d):
     """Dense layer between feature maps (FC): a weight for every pair of channels and positions.
 
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        in_shape: Height and width of the input; one number stands for both.
-        out_shape: Height and width of the output; None is that of the input.
-        bias: Whether there is a bias for every channel and position, zero at first.
-        scale: Scale of the initial weights, of variance ``scale^2 / (in_channels * positions)``.
+    Arguments are those of :class:`Map2d`. There is a bias for every channel and position, and
+    weights have variance ``scale^2 / (in_channels * positions)``.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        in_shape: int | Sequence[int],
-        out_shape: int | Sequence[int] | None = None,
-        bias: bool = True,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(in_channels, out_channels, in_shape, out_shape)
-        n_in = in_channels * math.prod(self.in_shape)
-        n_out = out_channels * math.prod(self.out_shape)
+    def _add_layers(self, bias: bool, scale: float) -> None:
+        n_in = self.in_channels * math.prod(self.in_shape)
+        n_out = self.out_channels * math.prod(self.out_shape)
         self.linear = nn.Linear(n_in, n_out, bias)
         nn.init.normal_(self.linear.weight, std=scale / math.sqrt(n_in))
         if bias:
@@ -171,10 +168,10 @@ class Linear2d(Map2d):
 
 
 class FactoredMap2d(Map2d):
-    """Base class of layers between feature maps with two factors.
+    """Base class of layers between feature maps with two factors, ``theta_1`` and ``theta_2``.
 
-    The output is linear in ``theta_1``, which is initialised small to start near zero, and in
-    ``theta_2``: where one vanishes, the other has no gradient.
+    The output is a product of both, so where one vanishes the other has no gradient. Arguments are
+    those of :class:`Map2d`; ``scale`` is that of ``theta_1``.
     """
 
     theta_1: SlotLinear
@@ -182,11 +179,10 @@ class FactoredMap2d(Map2d):
 
     @property
     def closed_precisions(self) -> dict[str, float]:
-        """Prior precisions, by part, that differ from the others' where a path starts closed.
+        """Initial prior precision, by part, of what :func:`closed_paths` does not close.
 
-        ``theta_2`` starts at four times its number of inputs, which for ``FactoredLinear2d`` is four
-        times the precision of its initial weights, whatever its size; see
-        :func:`~laplace_invariance.layers.closed_paths`.
+        That of ``theta_2`` is four times its number of inputs, which for ``FactoredLinear2d`` is
+        four times the precision of its initial weights, whatever its size.
         """
         return {"theta_2": 4.0 * self.theta_2.in_features}
 
@@ -194,32 +190,16 @@ class FactoredMap2d(Map2d):
 class FactoredLinear2d(FactoredMap2d):
     """Fully connected layer between feature maps, factored over positions (F-FC).
 
-    ``y(c', x') = sum_c theta_1(c', c, x') sum_x theta_2(c', c, x) X(c, x)``, with ``theta_2.weight``
-    stored as ``[c', c x]`` and ``theta_1.weight`` as ``[x', c' c]``.
-
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        in_shape: Height and width of the input; one number stands for both.
-        out_shape: Height and width of the output; None is that of the input.
-        bias: Whether there are biases: one per output channel on ``z``, shared by input channels, and
-            one per output position, shared by channels.
-        scale: Scale of the initial ``theta_1``. Beside an equivariant path the layer should start
-            near zero (0.01), alone at 1.
+    ``y(c', x') = sum_c theta_1(c', c, x') sum_x theta_2(c', c, x) X(c, x)``, with
+    ``theta_2.weight`` stored as ``[c', c x]`` and ``theta_1.weight`` as ``[x', c' c]``. Arguments
+    are those of :class:`Map2d`. There is a bias per output channel on ``z``, shared by input
+    channels, and one per output position, shared by channels.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        in_shape: int | Sequence[int],
-        out_shape: int | Sequence[int] | None = None,
-        bias: bool = True,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(in_channels, out_channels, in_shape, out_shape)
-        self.theta_2 = SlotLinear(in_channels, math.prod(self.in_shape), out_channels, bias)
-        self.theta_1 = SlotLinear(out_channels, in_channels, math.prod(self.out_shape), bias)
+    def _add_layers(self, bias: bool, scale: float) -> None:
+        n_in, n_out = self.in_channels, self.out_channels
+        self.theta_2 = SlotLinear(n_in, math.prod(self.in_shape), n_out, bias)
+        self.theta_1 = SlotLinear(n_out, n_in, math.prod(self.out_shape), bias)
         self.theta_1.reset_parameters(scale)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Residual networks without normalisation: Fixup initialisation, and the scalars that it needs.
 
-Batch statistics tie the inputs of a batch together, so that their curvature is not a sum over inputs.
-A residual network trains without them if every block starts as the identity: the last convolution of
-a block and the classifier are zero, the other convolutions of a block are scaled by
-``L^(-1 / (2 m - 2))`` for ``L`` blocks of ``m`` convolutions, and scalars take the place of the
-normalisation's shift and scale: a bias before each convolution, activation and linear layer, one
-multiplier per block (Zhang, Dauphin and Ma, 2019).
+Batch statistics tie the inputs of a batch together, so that their curvature is not a sum over
+inputs. A residual network trains without them if every block starts as the identity: the last
+convolution of a block and the classifier are zero, the other convolutions of a block are scaled
+by ``L^(-1 / (2 m - 2))`` for ``L`` blocks of ``m`` convolutions, and scalars take the place of
+the normalisation's shift and scale: a bias before each convolution, activation and linear
+layer, one multiplier per block (Zhang, Dauphin and Ma, 2019).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def scalar_scale(module: ScalarScale) -> Iterator[AnyBlock]:
 
 
 class FixupBlock(nn.Module):
-    """Two 3 x 3 convolutions, with scalars between them, beside a shortcut, and a ReLU on their sum.
+    """Two 3 x 3 convolutions with scalars, beside a shortcut, and a ReLU on their sum.
 
     The shortcut is the identity, or where the shape changes an average pooling and a 1 x 1
     convolution.
@@ -107,17 +107,14 @@ class FixupBlock(nn.Module):
 class FixupResNet(nn.Module):
     """Residual network for small images without batch norm, in three stages.
 
-    Each later stage has half the size of the one before. At first the outputs are zero, whatever the
-    input. All parameters have a curvature rule.
+    Each later stage has half the size of the one before. At first the outputs are zero,
+    whatever the input. All parameters have a curvature rule.
 
     Args:
         in_channels: Channels of the images.
         n_classes: Number of outputs.
         depth: Number of layers, ``6 n + 2`` for ``n`` blocks per stage: 8, 14, 20, ...
         width: Channels of the first stage; the others have twice and four times as many.
-
-    Raises:
-        ValueError: If the depth is another one.
     """
 
     def __init__(self, in_channels: int, n_classes: int, depth: int = 14, width: int = 16) -> None:

@@ -1,15 +1,15 @@
-"""Convolutions with more symmetries than shifts, on features on a finite group.
+"""Convolutions with more symmetries than shifts: onto a finite group (lifting), and on it (GCONV).
 
-A group element ``r`` permutes positions, and so acts on images by ``(r X)(x) = X(r^-1 x)`` and on
-features, which have a further axis for the group, by ``(r X)(s, x) = X(r^-1 s, r^-1 x)``. With
-positions and taps ``u`` of a kernel counted from the centre,
+A group element ``r`` permutes positions, and so acts on images by ``(r X)(x) = X(r^-1 x)`` and
+on features, which have a further axis for the group, by ``(r X)(s, x) = X(r^-1 s, r^-1 x)``.
+With positions and taps ``u`` of a kernel counted from the centre,
 
     lifting:  y(d, r, x) = sum_{c, u} W(d, c, r^-1 u) X(c, x + u)
     full:     y(d, r, x) = sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x + u)
 
-commute with that action. One filter is thus used at all positions in all orientations, and curvature
-sees one matrix, shared over group elements and positions: element ``r`` meets the patches
-``a_r(c, q, v) = X(c, r q, x + r v)``.
+commute with that action. One filter is thus used at all positions in all orientations, and
+curvature sees one matrix, shared over group elements and positions: element ``r`` meets the
+patches ``a_r(c, q, v) = X(c, r q, x + r v)``.
 """
 
 from __future__ import annotations
@@ -35,17 +35,34 @@ from laplace_invariance.curvature.rules import (
 from laplace_invariance.layers.shapes import check_features, pair
 from laplace_invariance.layers.symmetry import Group
 
-__all__ = ["GroupConv2d", "LiftingConv2d"]
+__all__ = ["GroupConv2d", "GroupConvolution", "LiftingConv2d"]
 
 KERNELS = ("full", "pointwise", "separable")
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
-class _GroupConvolution(nn.Module):
+class GroupConvolution(nn.Module):
     """Base class of convolutions with one filter per group element.
 
-    ``columns`` ``[order, taps]`` holds, for one channel, the column of the weight that is at each tap
-    of the filter of an element.
+    ``columns`` ``[order, taps]`` holds, for one channel, the column of the weight that is at
+    each tap of the filter of an element.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Height and width; one number stands for both. Square where the group has
+            quarter turns.
+        padding: As of ``nn.Conv2d``, the same on both sides.
+        padding_mode: As of ``nn.Conv2d``. Shifts need ``"circular"`` padding to be exact.
+        dilation: As of ``nn.Conv2d``.
+        groups: Groups of channels, as of ``nn.Conv2d``.
+        bias: Whether there is a bias, one number per output channel, shared over the group.
+        group: ``"p1"``, ``"p2"``, ``"p4"``, ``"pm"``, ``"p4m"`` or a :class:`Group`.
+        stride: Only 1; subsample by :class:`PolyphasePool2d`.
+        **options: Further options of a subclass.
+
+    Raises:
+        ValueError: If a setting is unknown, or would break equivariance.
     """
 
     columns: Tensor
@@ -56,12 +73,14 @@ class _GroupConvolution(nn.Module):
         out_channels: int,
         kernel_size: int | Sequence[int],
         *,
-        padding: int | Sequence[int] | str,
-        padding_mode: str,
-        dilation: int | Sequence[int],
-        groups: int,
-        group: str | Group,
-        stride: int | Sequence[int],
+        padding: int | Sequence[int] | str = 0,
+        padding_mode: str = "zeros",
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        group: str | Group = "p4",
+        stride: int | Sequence[int] = 1,
+        **options: Any,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -74,15 +93,15 @@ class _GroupConvolution(nn.Module):
             raise ValueError(
                 f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {padding_mode!r}"
             )
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.groups = groups
         self.stride = pair("stride", stride)
         if self.stride != (1, 1):
             raise ValueError(
                 f"{who} has no stride, which breaks equivariance, got {stride}; "
                 "subsample by PolyphasePool2d"
             )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.groups = groups
         self.group = Group.of(group)
         self.kernel_size = pair("kernel_size", kernel_size)
         self.dilation = pair("dilation", dilation)
@@ -96,6 +115,7 @@ class _GroupConvolution(nn.Module):
                     f"both directions, got {(height, width)}"
                 )
         self._patch_indices: dict[tuple[torch.Size, torch.device], Tensor] = {}
+        self._add_layers(bias, **options)
 
     def _even_padding(self, padding: int | Sequence[int] | str) -> tuple[int, int]:
         """Return the padding of height and width, the same on both sides."""
@@ -109,6 +129,9 @@ class _GroupConvolution(nn.Module):
             )
         return rows[0], columns[0]
 
+    def _add_layers(self, bias: bool, *args: Any, **options: Any) -> None:
+        raise NotImplementedError
+
     def _add_parameters(self, n_columns: int, columns: Tensor, bias: bool) -> None:
         self.weight = nn.Parameter(torch.empty(self.out_channels, n_columns, *self.kernel_size))
         self.bias = nn.Parameter(torch.empty(self.out_channels)) if bias else None
@@ -116,11 +139,7 @@ class _GroupConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, gain: float = 1.0) -> None:
-        """Draw weights and bias uniformly from ``+-gain / sqrt(fan_in)``.
-
-        Args:
-            gain: Scale of the initial values; 1 is that of torch's convolutions.
-        """
+        """Draw weights and bias uniformly from ``+-gain / sqrt(fan_in)``, as torch with gain 1."""
         bound = gain / math.sqrt(self.weight[0].numel())
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -134,14 +153,7 @@ class _GroupConvolution(nn.Module):
         return rearrange(filters, "d c (r t) -> d r c t", r=order)
 
     def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        """Apply all filters at once.
-
-        Args:
-            x: Inputs ``[n, inputs, height, width]``.
-            filters: Filters, the first two axes of which are outputs, the others those of one output.
-            bias: One number per output, or None.
-            groups: Groups of the convolution.
-        """
+        """Apply all filters ``[a, b, ...]`` of ``a * b`` outputs to ``x`` at once."""
         filters = filters.reshape(filters.shape[:2].numel(), -1, *self.kernel_size)
         padding = self.padding
         if self.padding_mode != "zeros":
@@ -153,14 +165,15 @@ class _GroupConvolution(nn.Module):
         """Return what filters see, ``[rows, order or 1, positions, groups, channels * taps]``."""
         raise NotImplementedError
 
-    def _patch_index(self, x: Tensor) -> Tensor:
-        """Return which entries of a row of ``x`` the weight meets, as they are numbered from 1.
+    def patch_index(self, x: Tensor) -> Tensor:
+        """Return which entries of a row of ``x``, numbered from 1, the weight meets; 0 is padding.
 
-        Entries of patches are entries of the input, or zeros of the padding, in the same order for
-        all rows. That order is found once for each shape of the input, by putting the numbers 1, 2,
-        ... in the place of ``x``; 0 is padding. Looking entries up is several times faster than to
-        permute the patches of every row. For a lifting convolution with a 2 x 2 kernel, quarter turns
-        and an image of 2 x 2 pixels, there is one position, and each element reads ::
+        Entries of patches are entries of the input, or zeros of the padding, in the same order
+        for all rows. That order is found once for each shape of the input, by putting the
+        numbers 1, 2, ... in the place of ``x``. Looking entries up is several times faster than
+        to permute the patches of every row. For a lifting convolution with a 2 x 2 kernel,
+        quarter turns and an image of 2 x 2 pixels, there is one position, at which the elements
+        read ::
 
             1 2      r = 0: 1 2 3 4      r = 1: 3 1 4 2
             3 4      r = 2: 4 3 2 1      r = 3: 2 4 1 3
@@ -196,54 +209,16 @@ class _GroupConvolution(nn.Module):
         )
 
 
-class LiftingConv2d(_GroupConvolution):
+class LiftingConv2d(GroupConvolution):
     """Convolution from images to features on a group: each filter in every orientation.
 
     ``y(d, r, x) = bias(d) + sum_{c, u} W(d, c, r^-1 u) X(c, x + u)`` maps ``[n, C, H, W]`` to
-    ``[n, D, order, H', W']``.
-
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: Height and width; one number stands for both. Square where the group has quarter
-            turns.
-        padding: Padding as of ``nn.Conv2d``, the same on both sides.
-        padding_mode: Padding mode as of ``nn.Conv2d``. Shifts need ``"circular"`` to be exact.
-        dilation: Distance of the taps, as of ``nn.Conv2d``.
-        bias: Whether there is a bias, one number per output channel, shared over the group.
-        group: ``"p1"``, ``"p2"``, ``"p4"``, ``"pm"``, ``"p4m"`` or a :class:`Group`.
-        stride: Only 1; subsample by :class:`PolyphasePool2d`.
-
-    Raises:
-        ValueError: If a setting would break equivariance, or is unknown.
+    ``[n, D, order, H', W']``. Arguments are those of :class:`GroupConvolution`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | Sequence[int],
-        *,
-        padding: int | Sequence[int] | str = 0,
-        padding_mode: str = "zeros",
-        dilation: int | Sequence[int] = 1,
-        bias: bool = True,
-        group: str | Group = "p4",
-        stride: int | Sequence[int] = 1,
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            padding=padding,
-            padding_mode=padding_mode,
-            dilation=dilation,
-            groups=1,
-            group=group,
-            stride=stride,
-        )
+    def _add_layers(self, bias: bool) -> None:
         columns = self.group.taps(*self.kernel_size)[self.group.inverse]
-        self._add_parameters(in_channels, columns, bias)
+        self._add_parameters(self.in_channels // self.groups, columns, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
@@ -253,87 +228,52 @@ class LiftingConv2d(_GroupConvolution):
             )
         order = self.group.order
         bias = None if self.bias is None else self.bias.repeat_interleave(order)
-        return self._convolve(x, self._filters(), bias, 1).unflatten(1, (self.out_channels, order))
+        y = self._convolve(x, self._filters(), bias, self.groups)
+        return y.unflatten(1, (self.out_channels, order))
 
     def _patches(self, x: Tensor) -> Tensor:
         return extract_patches(x, self).unsqueeze(1)
 
 
-class GroupConv2d(_GroupConvolution):
+class GroupConv2d(GroupConvolution):
     """Convolution of features on a group (GCONV), with one of three kinds of kernel.
 
     Maps ``[n, C, order, H, W]`` to ``[n, D, order, H', W']``.
 
-    - ``"full"``: ``y(d, r, x) = bias(d) + sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x + u)``; the
-      weight is stored with channels and elements in one axis, ``[D, C / groups * order, height,
-      width]``.
-    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``, with weight ``[D, C / groups,
-      height, width]``: each element is convolved on its own, with its own orientation of the filter.
-    - ``"separable"``: the filter ``theta_1(d, u) theta_2(d, c, s)``, which is two convolutions after
-      another: ``mixing``, full, with a 1 x 1 kernel and no bias, has ``theta_2``; ``spatial``,
-      pointwise and one channel at a time, has ``theta_1`` and the bias. The layer itself then has no
-      parameters.
+    - ``"full"``: ``y(d, r, x) = bias(d) + sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x +
+      u)``; the weight is stored with channels and elements in one axis, ``[D, C / groups *
+      order, height, width]``.
+    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``, with weight ``[D, C /
+      groups, height, width]``: each element is convolved on its own, with its own orientation
+      of the filter.
+    - ``"separable"``: the filter ``theta_1(d, u) theta_2(d, c, s)``, which is two convolutions
+      after another: ``mixing``, full, with a 1 x 1 kernel and no bias, has ``theta_2``;
+      ``spatial``, pointwise and one channel at a time, has ``theta_1`` and the bias. The layer
+      itself then has no parameters.
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: Height and width; one number stands for both. Square where the group has quarter
-            turns.
-        padding: Padding as of ``nn.Conv2d``, the same on both sides.
-        padding_mode: Padding mode as of ``nn.Conv2d``. Shifts need ``"circular"`` to be exact.
-        dilation: Distance of the taps, as of ``nn.Conv2d``.
-        groups: Groups of channels, as of ``nn.Conv2d``.
-        bias: Whether there is a bias, one number per output channel, shared over the group.
-        group: ``"p1"``, ``"p2"``, ``"p4"``, ``"pm"``, ``"p4m"`` or a :class:`Group`.
-        kernel: ``"full"``, ``"pointwise"`` or ``"separable"``.
-        stride: Only 1; subsample by :class:`PolyphasePool2d`.
-
-    Raises:
-        ValueError: If a setting would break equivariance, or is unknown.
+        kernel: ``"full"`` (the default), ``"pointwise"`` or ``"separable"``. All other arguments
+            are those of :class:`GroupConvolution`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | Sequence[int],
-        *,
-        padding: int | Sequence[int] | str = 0,
-        padding_mode: str = "zeros",
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        group: str | Group = "p4",
-        kernel: str = "full",
-        stride: int | Sequence[int] = 1,
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            padding=padding,
-            padding_mode=padding_mode,
-            dilation=dilation,
-            groups=groups,
-            group=group,
-            stride=stride,
-        )
+    def _add_layers(self, bias: bool, kernel: str = "full") -> None:
         if kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
         self.kernel = kernel
         if kernel == "separable":
             self._add_factors(bias)
             return
-        n_columns = in_channels // groups
-        columns = self.group.taps(*self.kernel_size)[self.group.inverse]  # [order, taps]
+        group = self.group
+        n_columns = self.in_channels // self.groups
+        columns = group.taps(*self.kernel_size)[group.inverse]  # [order, taps]
         if kernel == "full":  # element s of the input is at r^-1 s, and so are its taps
-            n_columns *= self.group.order
-            elements = self.group.table[self.group.inverse]
-            columns = (elements.unsqueeze(-1) * columns.shape[1] + columns.unsqueeze(1)).flatten(1)
+            n_columns *= group.order
+            elements = group.table[group.inverse].unsqueeze(-1)
+            columns = (elements * columns.shape[1] + columns.unsqueeze(1)).flatten(1)
         self._add_parameters(n_columns, columns, bias)
 
     def _add_factors(self, bias: bool) -> None:
-        """Make the two convolutions of a separable one, which has no parameters itself."""
+        """Add the two convolutions of a separable one, which has no parameters itself."""
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         n_out = self.out_channels
@@ -354,12 +294,7 @@ class GroupConv2d(_GroupConvolution):
         )
 
     def reset_parameters(self, gain: float = 1.0) -> None:
-        """Draw weights and bias uniformly from ``+-gain / sqrt(fan_in)``.
-
-        Args:
-            gain: Scale of the initial values; 1 is that of torch's convolutions. In a separable layer
-                it is the scale of ``spatial``.
-        """
+        """Draw weights and bias as the base class does; ``gain`` is that of the spatial factor."""
         if self.kernel == "separable":
             self.mixing.reset_parameters()
             self.spatial.reset_parameters(gain)
@@ -367,26 +302,22 @@ class GroupConv2d(_GroupConvolution):
             super().reset_parameters(gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features("GroupConv2d", x, self.group.order, self.in_channels)
+        order = self.group.order
+        check_features("GroupConv2d", x, order, self.in_channels)
         if self.kernel == "separable":
             return self.spatial(self.mixing(x))
-        if self.kernel == "full":
-            return self._forward_full(x)
-        return self._forward_pointwise(x)
-
-    def _forward_full(self, x: Tensor) -> Tensor:
-        order = self.group.order
+        if self.kernel == "pointwise":
+            return self._pointwise(x)
         bias = None if self.bias is None else self.bias.repeat_interleave(order)
         y = self._convolve(x.flatten(1, 2), self._filters(), bias, self.groups)
         return y.unflatten(1, (self.out_channels, order))
 
-    def _forward_pointwise(self, x: Tensor) -> Tensor:
+    def _pointwise(self, x: Tensor) -> Tensor:
         # Elements come first, so that each is a group of the convolution.
         order = self.group.order
         bias = None if self.bias is None else self.bias.repeat(order)
-        filters = self._filters().transpose(0, 1)
         x = rearrange(x, "n c r h w -> n (r c) h w")
-        y = self._convolve(x, filters, bias, order * self.groups)
+        y = self._convolve(x, self._filters().transpose(0, 1), bias, order * self.groups)
         return rearrange(y, "n (r d) h w -> n d r h w", r=order)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -413,8 +344,8 @@ def group_convolution(module: LiftingConv2d | GroupConv2d) -> Iterator[AnyBlock]
         return rearrange(g, "n (q d) r h w -> n (r h w) q d", q=groups)
 
     def inputs(x: Tensor) -> Tensor:
-        index = module._patch_index(x)
-        padded = F.pad(x.flatten(1), (1, 0))  # number 0 is the zero of the padding
+        index = module.patch_index(x)
+        padded = F.pad(x.flatten(1), (1, 0))  # entry 0 is the zero of the padding
         patches = padded.gather(1, index.flatten().expand(len(x), -1)).unflatten(1, index.shape)
         return patches if groups > 1 else patches.squeeze(2)
 

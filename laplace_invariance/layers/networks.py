@@ -6,12 +6,13 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from laplace_invariance.layers.group import GroupConv2d
-from laplace_invariance.layers.paths import HE_GAIN, PATHS, parse_kind, pathway, rescale_
+from laplace_invariance.layers.paths import HE_GAIN, PATHS, parse_kind, pathway, rescaled
 from laplace_invariance.layers.pooling import GroupPool
 from laplace_invariance.layers.shapes import pair
 from laplace_invariance.layers.symmetry import Group
@@ -20,23 +21,19 @@ __all__ = ["Standardise", "cnn", "equivariant_cnn", "mlp"]
 
 # Layers of equivariant_cnn: channels as a multiple of the width, and the stride of the pooling.
 STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
-HIDDEN_FACTOR = 64  # channels of its first 1 x 1 layer, as a multiple of the width
 
 
 class Standardise(nn.Module):
     """Subtract a fixed mean and divide by a fixed standard deviation, per channel.
 
-    As the first layer of a network it comes after the augmentation, so that images stay in [0, 1]
-    with black = 0, which is what the augmentation puts outside of a transformed image::
+    As the first layer of a network it comes after the augmentation, so that images stay in [0,
+    1] with black = 0, which is what the augmentation puts outside of a transformed image::
 
         net = nn.Sequential(Standardise.of(x_train), cnn(x_train.shape[1:], 10))
 
     Args:
         mean: Means ``[channels]``.
         std: Standard deviations ``[channels]``, positive.
-
-    Raises:
-        ValueError: If they do not match, or are not finite and positive.
     """
 
     mean: Tensor
@@ -60,12 +57,7 @@ class Standardise(nn.Module):
 
     @classmethod
     def of(cls, images: Tensor, floor: float = 1e-2) -> Standardise:
-        """Return the layer with mean and standard deviation of images.
-
-        Args:
-            images: Images ``[n, channels, ...]``.
-            floor: Smallest standard deviation.
-        """
+        """Take mean and deviation, at least ``floor``, from images ``[n, channels, ...]``."""
         values = images.detach().transpose(0, 1).flatten(1)
         return cls(values.mean(1), values.std(1, correction=0).clamp(min=floor))
 
@@ -102,9 +94,6 @@ def mlp(
         width: Units per hidden layer.
         depth: Number of hidden layers; with none it is a linear model.
         activation: Class of the nonlinearity, a module, so that its second derivative is cheap.
-
-    Raises:
-        ValueError: If ``depth`` is negative.
     """
     if depth < 0:
         raise ValueError(f"depth must not be negative, got {depth}")
@@ -118,16 +107,14 @@ def mlp(
 def cnn(in_shape: Sequence[int], n_classes: int, width: int = 8) -> nn.Sequential:
     """Return three 3 x 3 convolutions and a linear layer.
 
-    The convolutions have ``width``, ``2 * width`` and ``4 * width`` channels. Each halves the size by
-    its stride, which is several times cheaper than pooling after it, and is followed by a ReLU.
+    The convolutions have ``width``, ``2 * width`` and ``4 * width`` channels. Each halves the
+    size by its stride, which is several times cheaper than pooling after it, and is followed by
+    a ReLU.
 
     Args:
         in_shape: Channels, height and width; at least 8 x 8.
         n_classes: Number of outputs.
         width: Channels of the first convolution.
-
-    Raises:
-        ValueError: If the images are smaller.
     """
     if len(in_shape) != 3 or min(in_shape[1:]) < 8:
         raise ValueError(
@@ -152,23 +139,23 @@ def equivariant_cnn(
     group: Group | str = "p4",
     kernel: str = "pointwise",
 ) -> nn.Sequential:
-    """Return the network of van der Ouderaa, Immer and van der Wilk (2023): layers are sums of paths.
+    """Return the network of van der Ouderaa, Immer and van der Wilk (2023), with layers of paths.
 
-    Eight 3 x 3 layers with circular padding and five polyphase poolings (after layers 2, 4, 6, 7 and
-    8), then two 1 x 1 layers; a ReLU after all but the last. With equivariant paths only, its outputs
-    do not change under any circular shift, and with ``"gconv"`` neither under quarter turns. Beside
-    them, fully connected paths can break the symmetry, layer by layer, as far as their prior
-    precisions, learnt by evidence, let them.
+    Eight 3 x 3 layers with circular padding and five polyphase poolings (after layers 2, 4, 6, 7
+    and 8), then two 1 x 1 layers; a ReLU after all but the last. With equivariant paths only, its
+    outputs do not change under any circular shift, and with ``"gconv"`` neither under quarter
+    turns. Beside them, fully connected paths can break the symmetry, layer by layer, as far as
+    their prior precisions, learnt by evidence, let them.
 
     A free path beside an equivariant one should start near zero: at unit scale the optimiser gets
-    stuck in a network whose evidence is far worse than that of convolutions alone. A path that stands
-    alone starts at unit scale.
+    stuck in a network whose evidence is far worse than that of convolutions alone. A path that
+    stands alone starts at unit scale.
 
     Args:
         kind: Paths joined by ``"+"``, such as ``"f_fc+conv"``: any of ``"conv"``, ``"fc"``,
-            ``"f_fc"``, ``"s_fc"``, ``"s_conv"``, ``"gconv"`` and those that were registered
-            (:func:`~laplace_invariance.layers.paths.register_path`). With ``"gconv"``, features live
-            on the group, and other paths see its elements as further channels.
+            ``"f_fc"``, ``"s_fc"``, ``"s_conv"`` and ``"gconv"``, or of one's own (see
+            :mod:`laplace_invariance.layers.paths`). With ``"gconv"``, features live on the group,
+            and other paths see its elements as further channels.
         in_channels: Channels of the images.
         n_classes: Number of outputs.
         width: Channels of the first layer; the last has 16 times as many.
@@ -191,28 +178,40 @@ def equivariant_cnn(
         raise ValueError(f"width must be positive, got {width}")
     on_group = any(PATHS[name].on_group for name in parse_kind(kind))
     acting = Group.of(group) if on_group else None
+    layer = partial(pathway, kind, scale=scale, group=acting, kernel=kernel)
+    layers = _stages(layer, in_channels, width, shape, on_group)
+    layers |= _head(width, n_classes, acting)
+    return nn.Sequential(layers)
+
+
+def _stages(
+    layer: Callable[..., nn.Module], n_in: int, width: int, shape: tuple[int, int], lift: bool
+) -> OrderedDict[str, nn.Module]:
+    """Return the 3 x 3 layers and their activations; the first one lifts to the group, if any."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    n_in = in_channels
     for i, (factor, pool) in enumerate(STAGES, start=1):
         n_out = factor * width
-        lift = on_group and i == 1
-        layers[f"layer{i}"] = pathway(
-            kind, n_in, n_out, shape, pool, scale=scale, group=acting, kernel=kernel, lift=lift
-        )
+        layers[f"layer{i}"] = layer(n_in, n_out, shape, pool, lift=lift and i == 1)
         layers[f"relu{i}"] = nn.ReLU()
-        n_in = n_out
         shape = shape[0] // pool, shape[1] // pool
-    last = len(STAGES) + 2
-    hidden = _one_by_one(n_in, HIDDEN_FACTOR * width, acting)
-    layers[f"layer{last - 1}"] = hidden
-    layers[f"relu{last - 1}"] = nn.ReLU()
-    rescale_(hidden, HE_GAIN)
-    layers[f"layer{last}"] = _one_by_one(HIDDEN_FACTOR * width, n_classes, acting)
-    if on_group:
+        n_in = n_out
+    return layers
+
+
+def _head(width: int, n_classes: int, group: Group | None) -> OrderedDict[str, nn.Module]:
+    """Return the 1 x 1 layers, and the means over group and positions."""
+    n_in, n_hidden = STAGES[-1][0] * width, 64 * width
+    i = len(STAGES) + 1
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    hidden = _one_by_one(n_in, n_hidden, group)
+    layers[f"layer{i}"] = rescaled(hidden, HE_GAIN)
+    layers[f"relu{i}"] = nn.ReLU()
+    layers[f"layer{i + 1}"] = _one_by_one(n_hidden, n_classes, group)
+    if group is not None:
         layers["group_mean"] = GroupPool()
     layers["mean"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
-    return nn.Sequential(layers)
+    return layers
 
 
 def _one_by_one(n_in: int, n_out: int, group: Group | None) -> nn.Module:

@@ -1,10 +1,11 @@
 """Subsampling that keeps symmetries, and pooling over a group.
 
-Keeping every other position is not equivariant to shifts: which positions are kept depends on where
-the image starts. The ``stride^2`` grids of positions to choose from are the *polyphase components* of
-a feature map; a shift exchanges them, and so do rotations and flips if the stride divides height and
-width. Choosing by a norm, which none of these changes, is therefore equivariant: the same component
-is kept wherever the image starts, and shifts along with it (Chaman and Dokmanic, 2021).
+Keeping every other position is not equivariant to shifts: which positions are kept depends on
+where the image starts. The ``stride^2`` grids of positions to choose from are the *polyphase
+components* of a feature map; a shift exchanges them, and so do rotations and flips if the
+stride divides height and width. Choosing by a norm, which none of these changes, is therefore
+equivariant: the same component is kept wherever the image starts, and shifts along with it
+(Chaman and Dokmanic, 2021).
 """
 
 from __future__ import annotations
@@ -21,16 +22,13 @@ REDUCTIONS = ("mean", "max")
 class PolyphasePool2d(nn.Module):
     """Keep, for each image, the polyphase component of the largest l-infinity norm.
 
-    The norm is taken over channels, group and positions. Maps ``[n, C, H, W]`` to ``[n, C, H / stride,
-    W / stride]``, and features on a group ``[n, C, order, H, W]`` likewise. Equivariant unless
-    components differ and yet have the same norms, as in an image that is its own mirror image; of
-    these, one is chosen by its place.
+    The norm is taken over channels, group and positions. Maps ``[n, C, H, W]`` to ``[n, C, H /
+    stride, W / stride]``, and features on a group ``[n, C, order, H, W]`` likewise. Equivariant
+    unless components differ and yet have the same norms, as in an image that is its own mirror
+    image; of these, one is chosen by its place.
 
     Args:
         stride: Distance of the positions of a component; it must divide height and width.
-
-    Raises:
-        ValueError: If the stride is not a positive integer.
     """
 
     def __init__(self, stride: int = 2) -> None:
@@ -60,11 +58,11 @@ class PolyphasePool2d(nn.Module):
         """Return the index of the component to keep, ``[n]``."""
         values = components.flatten(2)
         largest = values.abs().amax(-1)
-        # Several components may share the largest value, as where the background has it. The first of
-        # them would be another one after a shift, so the l2 norm, which a shift does not change,
+        # Several components may share the largest value, as where the background has it. The first
+        # of them would be another one after a shift, so the l2 norm, which a shift does not change,
         # decides. That background may have been computed with rounding that differs from place to
-        # place, so equal means equal up to rounding. In half precision few values differ by less than
-        # 100 eps, so it is 2 eps there.
+        # place, so equal means equal up to rounding. In half precision few values differ by less
+        # than 100 eps, so it is 2 eps there.
         eps = torch.finfo(values.dtype).eps
         rounding = 100 * eps if eps < 1e-5 else 2 * eps
         tied = largest >= (1 - rounding) * largest.amax(-1, keepdim=True)
@@ -81,9 +79,6 @@ class GroupPool(nn.Module):
 
     Args:
         reduce: ``"mean"`` or ``"max"``.
-
-    Raises:
-        ValueError: If ``reduce`` is another one.
     """
 
     def __init__(self, reduce: str = "mean") -> None:

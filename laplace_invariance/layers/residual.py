@@ -17,14 +17,14 @@ class ResidualPathway(nn.Module):
 
         ResidualPathway(conv=nn.Conv2d(3, 8, 3), f_fc=FactoredLinear2d(3, 8, 32, 30))
 
-    Where features are subsampled, strictly equivariant paths must be subsampled together, at the same
-    positions, or their sum would not be equivariant: ``pool`` does so. Paths to the smaller size,
-    which have no symmetry to lose, are added after it.
+    Where features are subsampled, strictly equivariant paths must be subsampled together, at
+    the same positions, or their sum would not be equivariant: ``pool`` does so. Paths to the
+    smaller size, which have no symmetry to lose, are added after it.
 
     Args:
         *paths: Modules, which are called ``"0"``, ``"1"``, ...
-        pool: Subsampling of the sum of all paths whose output is larger than that of the others, or
-            of all.
+        pool: Subsampling of the sum of all paths whose output is larger than that of the
+            others, or of all.
         **named: Modules by name.
 
     Raises:
@@ -101,27 +101,27 @@ def closed_paths(
 ) -> dict[str, float]:
     """Return prior precisions with which training starts with nearly strict symmetry.
 
-    All paths but the first of each :class:`ResidualPathway` are closed. Small weights alone do not
-    keep a free path closed, as an optimiser such as Adam changes small weights as fast as others
-    before the evidence is first estimated. Give these to training by evidence::
+    All paths but the first of each :class:`ResidualPathway` are closed. Small weights alone do
+    not keep a free path closed, as an optimiser such as Adam changes small weights as fast as
+    others before the evidence is first estimated. Give these to training by evidence::
 
         marglik_training(net, loader, prior_prec_init=closed_paths(net))
 
-    Parts of a layer that start otherwise say so by a property ``closed_precisions``, as the first
-    factor of factored layers does (:class:`FactoredMap2d`). With ``precision`` for both factors, those
-    of small layers would vanish, and with them the gradients of both: what is closed too early would
-    stay closed.
+    Parts of a layer that start otherwise say so by a property ``closed_precisions``, as the
+    first factor of factored layers does (:class:`FactoredMap2d`). With ``precision`` for both
+    factors, those of small layers would vanish, and with them the gradients of both: what is
+    closed too early would stay closed.
 
     Args:
         model: Any module with pathways, their strictest path first.
         precision: Precision of what is closed.
-        shared: Use ``precision`` for both factors; for a ``prior_structure`` in which these share
-            theirs, such as ``"path"``.
+        shared: Use ``precision`` for both factors; for a ``prior_structure`` in which these
+            share theirs, such as ``"path"``.
 
     Returns:
-        Precisions by regular expression, one for each trainable tensor of the paths concerned, but not
-        for a layer's ``own_prior_parameters``, the size of which says nothing about how much of a path
-        is used.
+        Precisions by regular expression, one for each trainable tensor of the paths concerned,
+        but not for a layer's ``own_prior_parameters``, the size of which says nothing about how
+        much of a path is used.
     """
     found: dict[str, float] = {}
     for place, pathway in model.named_modules():

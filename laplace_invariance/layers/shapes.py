@@ -12,18 +12,10 @@ __all__ = ["check_features", "every_entry", "pair"]
 
 
 def pair(name: str, value: int | str | Sequence[int], least: int = 1) -> tuple[int, int]:
-    """Return the height and the width of a setting that one number may give for both.
-
-    Args:
-        name: Name of the setting, for the message.
-        value: One integer, or two.
-        least: The smallest integer that makes sense.
-
-    Raises:
-        ValueError: If the value is anything else.
-    """
+    """Return height and width of the setting ``name``; raise unless both are at least ``least``."""
     sizes: tuple[Any, ...] = (value, value) if isinstance(value, int) else tuple(value)
-    if len(sizes) != 2 or not all(isinstance(size, Integral) and size >= least for size in sizes):
+    integers = all(isinstance(size, Integral) for size in sizes)
+    if len(sizes) != 2 or not integers or min(sizes) < least:
         raise ValueError(
             f"{name} must be height and width, one or two integers of at least {least}, "
             f"got {value!r}"
@@ -38,17 +30,7 @@ def every_entry(x: Tensor) -> Tensor:
 
 
 def check_features(who: str, x: Tensor, order: int, channels: int | None = None) -> None:
-    """Raise unless ``x`` are features on a group, ``[n, channels, order, height, width]``.
-
-    Args:
-        who: Name of the layer or group that needs them, for the message.
-        x: The features.
-        order: Number of elements of the group.
-        channels: Number of channels; None allows any.
-
-    Raises:
-        ValueError: If the shape is another one.
-    """
+    """Raise, in the name of ``who``, unless ``x`` is ``[n, channels, order, height, width]``."""
     if x.ndim != 5 or x.shape[2] != order or channels not in (None, x.shape[1]):
         expected = "channels" if channels is None else channels
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Layers on feature maps with fewer weights than positions: factored (S-FC) and convolutional (S-CONV).
+"""Layers on feature maps with fewer weights than positions: S-FC and S-CONV.
 
 Weights that depend on a position are sums ``u Phi`` of basis functions (:class:`Basis`). For a
 convolution these are its filters,
@@ -10,10 +10,10 @@ for a factored layer (:class:`FactoredLinear2d`) both of its parts,
     theta_2(c', c, x) = sum_m u_2(c', c, m) phi_m(x),
     theta_1(c', c, x') = sum_m u_1(c', c, m) phi'_m(x').
 
-Both are linear in ``u``, which therefore meets what the weights of the dense layer meet, times the
-basis: curvature is that of the dense layer, projected, ``A = Phi A_dense Phi^T``, always. An ``omega``
-that is a weight is one number that all entries of the output share, in the direction
-``u dPhi / domega``: its block is exact.
+Both are linear in ``u``, which therefore meets what the weights of the dense layer meet, times
+the basis: curvature is that of the dense layer, projected, ``A = Phi A_dense Phi^T``, always.
+An ``omega`` that is a weight is one number that all entries of the output share, in the
+direction ``u dPhi / domega``: its block is exact.
 """
 
 from __future__ import annotations
@@ -80,12 +80,7 @@ class FromBasis(Basis):
 
 
 def _omega(module: Basis, directional: Callable[[Tensor], Tensor]) -> Iterator[AnyBlock]:
-    """Yield the block of ``omega`` if that is a weight.
-
-    Args:
-        module: The layer.
-        directional: Maps its input to the derivative of its output in ``omega``.
-    """
+    """Yield the block of a weight ``omega``; ``directional`` is the derivative of the output."""
     if module.learn_omega == "weight":
         yield ElementwiseBlock("omega", lambda x: every_entry(directional(x)), every_entry)
 
@@ -105,52 +100,36 @@ def from_basis(module: FromBasis) -> Iterator[AnyBlock]:
 
 
 class SparseLinear2d(FactoredMap2d):
-    """Fully connected layer between feature maps, factored over positions, of basis functions (S-FC).
+    """Fully connected layer between feature maps, factored, of basis functions (S-FC).
 
-    ``theta_2.weight`` is ``u_2`` as ``[c', c m]``, ``theta_1.weight`` ``u_1`` as ``[m', c' c]``. Input
-    and output have bases of their own, ``basis_in`` and ``basis_out``, which hold their ``omega`` and
-    ``anchors``; ``basis_out`` holds the bias, too.
+    ``theta_2.weight`` is ``u_2`` as ``[c', c m]``, ``theta_1.weight`` ``u_1`` as ``[m', c' c]``.
+    Input and output have bases of their own, ``basis_in`` and ``basis_out``, which hold their
+    ``omega`` and ``anchors``; ``basis_out`` holds the bias, too, one number per output channel.
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        in_shape: Height and width of the input; one number stands for both.
-        out_shape: Height and width of the output; None is that of the input.
-        bias: Whether there is a bias, one number per output channel, zero at first.
-        scale: Scale of the initial ``theta_1``. Beside an equivariant path the layer should start
-            near zero (0.01), alone at 1.
-        n_anchors: Number of anchors on the input and on the output; one number stands for both, None
-            for half of the positions.
-        **basis: Further options of :class:`Basis`, for both of them: ``kind``, ``anchors``,
-            ``omega``, ``learn_omega``, ``generator``.
+        n_anchors: Number of anchors on the input and on the output; one number stands for both,
+            None for half of the positions.
+        **basis: Options of :class:`Basis`, for both of them: ``kind``, ``anchors``, ``omega``,
+            ``learn_omega``, ``generator``. All other arguments are those of :class:`Map2d`.
     """
 
-    def __init__(
+    def _add_layers(
         self,
-        in_channels: int,
-        out_channels: int,
-        in_shape: int | Sequence[int],
-        out_shape: int | Sequence[int] | None = None,
-        bias: bool = True,
-        scale: float = 1.0,
+        bias: bool,
+        scale: float,
         n_anchors: int | Sequence[int | None] | None = None,
         **basis: Any,
     ) -> None:
-        super().__init__(in_channels, out_channels, in_shape, out_shape)
-        n_in, n_out = n_anchors if isinstance(n_anchors, Sequence) else (n_anchors, n_anchors)
-        self.basis_in = OntoBasis(self.in_shape, n_anchors=n_in, **basis)
-        self.theta_2 = SlotLinear(in_channels, self.basis_in.n_anchors, out_channels, bias=False)
-        self.basis_out = FromBasis(self.out_shape, out_channels, bias, n_anchors=n_out, **basis)
-        self.theta_1 = SlotLinear(out_channels, in_channels, self.basis_out.n_anchors, bias=False)
+        before, after = n_anchors if isinstance(n_anchors, Sequence) else (n_anchors, n_anchors)
+        n_in, n_out = self.in_channels, self.out_channels
+        self.basis_in = OntoBasis(self.in_shape, n_anchors=before, **basis)
+        self.theta_2 = SlotLinear(n_in, self.basis_in.n_anchors, n_out, bias=False)
+        self.basis_out = FromBasis(self.out_shape, n_out, bias, n_anchors=after, **basis)
+        self.theta_1 = SlotLinear(n_out, n_in, self.basis_out.n_anchors, bias=False)
         self.reset_parameters(scale)
 
     def reset_parameters(self, scale: float = 1.0) -> None:
-        """Draw weights, and set the bias to zero.
-
-        Args:
-            scale: Scale of ``theta_1``, which gets variance ``scale^2 / in_channels``; ``theta_2``
-                has ``1 / positions``.
-        """
+        """Draw weights of variance ``1 / positions`` and ``scale^2 / in_channels``; no bias."""
         density = self.basis_in.n_anchors / self.basis_in.n_points
         self.theta_2.reset_parameters(math.sqrt(density) / self.basis_in.amplitude())
         self.theta_1.reset_parameters(scale / self.basis_out.amplitude())
@@ -166,9 +145,10 @@ class SparseLinear2d(FactoredMap2d):
 class SparseConv2d(Basis):
     """Convolution whose filters are sums of basis functions (S-CONV).
 
-    Built like ``nn.Conv2d``; ``weight`` ``[out_channels, in_channels / groups, M]`` holds ``u``, and
-    :meth:`filters` are what it stands for. With ``padding_mode="circular"``, stride 1 and the padding
-    that keeps the size, shifts of the input around the edges are shifts of the output.
+    Built like ``nn.Conv2d``; ``weight`` ``[out_channels, in_channels / groups, M]`` holds
+    ``u``, and :meth:`filters` are what it stands for. With ``padding_mode="circular"``, stride
+    1 and the padding that keeps the size, shifts of the input around the edges are shifts of
+    the output.
 
     Args:
         in_channels: Channels of the input.

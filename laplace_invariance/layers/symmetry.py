@@ -21,25 +21,26 @@ NAMED = {"p1": (1, False), "p2": (2, False), "p4": (4, False), "pm": (1, True), 
 class Group:
     """A finite group that permutes positions.
 
-    Symmetries of the square have names: ``"p1"`` (the identity alone), ``"p2"`` (half turns), ``"p4"``
-    (quarter turns, counter-clockwise), ``"pm"`` (the flip of left and right) and ``"p4m"`` (quarter
-    turns and flips), see :meth:`of`. Any other group is given by its multiplication table. Without
-    ``matrices`` and ``permutations`` positions stay where they are, as for a cyclic group of three
-    colours, ``Group("hue", [[0, 1, 2], [1, 2, 0], [2, 0, 1]])``.
+    Symmetries of the square have names: ``"p1"`` (the identity alone), ``"p2"`` (half turns),
+    ``"p4"`` (quarter turns, counter-clockwise), ``"pm"`` (the flip of left and right) and
+    ``"p4m"`` (quarter turns and flips), see :meth:`of`. Any other group is given by its
+    multiplication table. Without ``matrices`` and ``permutations`` positions stay where they
+    are, as for a cyclic group of three colours, ``Group("hue", [[0, 1, 2], [1, 2, 0], [2, 0,
+    1]])``.
 
     Args:
         name: Name for messages.
-        table: Multiplication table ``[order, order]``, the element ``g h`` in row ``g`` and column
-            ``h``; element 0 is the identity.
-        matrices: Signed permutations ``[order, 2, 2]``, by which elements transform (row, column),
-            counted from the centre.
-        permutations: Instead of matrices, where elements take the positions of grids of given sizes,
-            ``{(height, width): [order, height * width]}``; other sizes raise. A layer of such a group
-            is equivariant where its kernel covers all of its input.
+        table: Multiplication table ``[order, order]``, the element ``g h`` in row ``g`` and
+            column ``h``; element 0 is the identity.
+        matrices: Signed permutations ``[order, 2, 2]``, by which elements transform (row,
+            column), counted from the centre.
+        permutations: Instead of matrices, where elements take the positions of grids of given
+            sizes, ``{(height, width): [order, height * width]}``; other sizes raise. A layer of
+            such a group is equivariant where its kernel covers all of its input.
 
     Raises:
-        ValueError: If these are not a group, or matrices or permutations do not multiply as the table
-            says.
+        ValueError: If these are not a group, or matrices or permutations do not multiply as the
+            table says.
     """
 
     name: str
@@ -103,8 +104,8 @@ class Group:
         shape = (self.order, math.prod(size))
         if tuple(to.shape) != shape or to.dtype != torch.long:
             raise ValueError(
-                f"group {self.name!r} needs permutations {list(shape)} of integers for size {size}, "
-                f"got {to.dtype} {list(to.shape)}"
+                f"group {self.name!r} needs permutations {list(shape)} of integers "
+                f"for size {size}, got {to.dtype} {list(to.shape)}"
             )
         if not torch.equal(to.sort(1)[0], torch.arange(shape[1]).expand(shape)):
             raise ValueError(f"group {self.name!r} does not permute the positions of size {size}")
@@ -116,11 +117,7 @@ class Group:
 
     @classmethod
     def of(cls, group: str | Group) -> Group:
-        """Return the group of that name, or the group that was given.
-
-        Raises:
-            ValueError: If there is no group of that name.
-        """
+        """Return the group of that name, or the group that was given."""
         if isinstance(group, Group):
             return group
         if group not in NAMED:
@@ -143,16 +140,14 @@ class Group:
         Args:
             name: Name for messages.
             matrices: Signed permutations ``[2, 2]`` of (row, column), the identity first.
-
-        Raises:
-            ValueError: If two of them are equal, or a product of two is missing.
         """
         stacked = torch.stack([_integers(matrix) for matrix in matrices])
         products = stacked.unsqueeze(1) @ stacked
         equal = (products.unsqueeze(2) == stacked).all(-1).all(-1)  # [g, h, is it this one]
         if not (equal.sum(-1) == 1).all():
             raise ValueError(
-                f"the matrices of group {name!r} are not all different, or a product of two is missing"
+                f"the matrices of group {name!r} are not all different, "
+                "or a product of two is missing"
             )
         return cls(name, equal.long().argmax(-1), stacked)
 
@@ -177,11 +172,7 @@ class Group:
         return self.matrices is not None and bool(self.matrices[:, 0, 1].any())
 
     def taps(self, height: int, width: int) -> Tensor:
-        """Return where elements take the positions of a grid, ``[order, height * width]``.
-
-        Raises:
-            ValueError: If the group does not act on grids of that size.
-        """
+        """Return where elements take the positions of a grid, ``[order, height * width]``."""
         if self.permutations and height * width > 1:
             if (height, width) not in self.permutations:
                 sizes = ", ".join(f"{h} x {w}" for h, w in self.permutations)
@@ -204,22 +195,17 @@ class Group:
         return rows * width + columns
 
     def transform(self, x: Tensor, element: int) -> Tensor:
-        """Return images under an element, ``X(g^-1 x)``.
-
-        Args:
-            x: Images ``[..., height, width]``.
-            element: Index of the element ``g``.
-        """
+        """Return images ``x`` ``[..., height, width]`` under an element ``g``, ``X(g^-1 x)``."""
         height, width = x.shape[-2:]
         index = self.taps(height, width)[self.inverse[element]].to(x.device)
         return x.flatten(-2).index_select(-1, index).unflatten(-1, (height, width))
 
     def transform_features(self, x: Tensor, element: int) -> Tensor:
-        """Return features under an element, ``X(g^-1 r, g^-1 x)``.
+        """Return features under an element ``g``, ``X(g^-1 r, g^-1 x)``.
 
         Args:
             x: Features on the group, ``[n, channels, order, height, width]``.
-            element: Index of the element ``g``.
+            element: Index of the element.
         """
         check_features(f"group {self.name!r}", x, self.order)
         elements = self.table[self.inverse[element]].to(x.device)
