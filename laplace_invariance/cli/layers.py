@@ -7,7 +7,7 @@ import argparse
 from laplace_invariance.cli.arguments import data_arguments, explained, run_arguments
 from laplace_invariance.cli.output import files
 from laplace_invariance.experiments.layers import METHODS, TASKS, LayerExperiment, learn_layers
-from laplace_invariance.layers.networks import PATHS
+from laplace_invariance.layers.paths import PATHS
 
 __all__ = ["add"]
 
@@ -26,6 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     default = LayerExperiment()
+    kinds = {name: kind.symmetry for name, kind in PATHS.items()}
     data_arguments(parser, default)
     parser.add_argument(
         "--task",
@@ -38,7 +39,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--kind",
         default=default.kind,
         metavar="KIND",
-        help=f"paths of every layer, joined by +: {explained(PATHS)} (default: %(default)s)",
+        help=f"paths of every layer, joined by +: {explained(kinds)} (default: %(default)s)",
     )
     parser.add_argument(
         "--method",

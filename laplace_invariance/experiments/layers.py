@@ -25,9 +25,9 @@ from laplace_invariance.experiments.base import claim
 from laplace_invariance.experiments.learn import N_SHOWN, TEST_BATCH, accuracy, draw_evidence
 from laplace_invariance.files import read_json, write_json
 from laplace_invariance.layers import Standardise, closed_paths, equivariant_cnn
-from laplace_invariance.layers.networks import parse_kind
+from laplace_invariance.layers.paths import parse_kind
 from laplace_invariance.marglik import MAP, Evidence, Result, marglik_training
-from laplace_invariance.metrics.layers import LayerReport, PathReport, layer_report
+from laplace_invariance.metrics import LayerReport, PathReport, layer_report
 
 __all__ = ["METHODS", "TASKS", "LayerExperiment", "LayerOutcome", "learn_layers"]
 

@@ -8,8 +8,13 @@ import torch
 
 import laplace_invariance as li
 from laplace_invariance import datasets, plots
-from laplace_invariance.metrics import Invariance, InvarianceReport, JacobianSpectrum
-from laplace_invariance.metrics.layers import LayerReport, PathReport
+from laplace_invariance.metrics import (
+    Invariance,
+    InvarianceReport,
+    JacobianSpectrum,
+    LayerReport,
+    PathReport,
+)
 
 
 @pytest.fixture
