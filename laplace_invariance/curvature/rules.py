@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -188,23 +188,6 @@ def convolution(module: nn.modules.conv._ConvNd) -> Iterable[Block]:
         yield Block("bias", None, _channels_second, elementwise=True)
 
 
-class Convolution(Protocol):
-    """Settings of a convolution, called as torch's own call them."""
-
-    @property
-    def kernel_size(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def padding(self) -> str | tuple[int, ...]: ...
-    @property
-    def padding_mode(self) -> str: ...
-    @property
-    def dilation(self) -> tuple[int, ...]: ...
-    @property
-    def groups(self) -> int: ...
-
-
 def padding_sides(
     padding: str | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int]
 ) -> list[tuple[int, int]]:
@@ -217,7 +200,7 @@ def padding_sides(
     return [(p, p) for p in padding]
 
 
-def pad(x: Tensor, module: Convolution) -> Tensor:
+def pad(x: Tensor, module: Any) -> Tensor:
     """Return ``x`` ``[rows, channels, ...]``, padded as a convolution pads it."""
     sides = padding_sides(module.padding, module.kernel_size, module.dilation)
     if not any(map(any, sides)):
@@ -226,7 +209,7 @@ def pad(x: Tensor, module: Convolution) -> Tensor:
     return F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
 
 
-def extract_patches(x: Tensor, module: Convolution) -> Tensor:
+def extract_patches(x: Tensor, module: Any) -> Tensor:
     """Return what a convolution multiplies with its weights, ``[rows, positions, groups, channels / groups * kernel]``."""
     n = len(module.kernel_size)
     x = pad(x, module)
