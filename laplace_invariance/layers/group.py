@@ -161,6 +161,13 @@ class GroupConvolution(nn.Module):
             padding = (0, 0)
         return F.conv2d(x, filters, bias, padding=padding, dilation=self.dilation, groups=groups)
 
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return outputs ``[n, out_channels, order, ...]`` that each see all inputs of ``x``."""
+        order = self.group.order
+        bias = None if self.bias is None else self.bias.repeat_interleave(order)
+        y = self._convolve(x, self._filters(), bias, self.groups)
+        return y.unflatten(1, (self.out_channels, order))
+
     def _patches(self, x: Tensor) -> Tensor:
         """Return what filters see, ``[rows, order or 1, positions, groups, channels * taps]``."""
         raise NotImplementedError
@@ -226,10 +233,7 @@ class LiftingConv2d(GroupConvolution):
                 f"LiftingConv2d needs [n, {self.in_channels}, height, width], "
                 f"got shape {list(x.shape)}"
             )
-        order = self.group.order
-        bias = None if self.bias is None else self.bias.repeat_interleave(order)
-        y = self._convolve(x, self._filters(), bias, self.groups)
-        return y.unflatten(1, (self.out_channels, order))
+        return self._mixed(x)
 
     def _patches(self, x: Tensor) -> Tensor:
         return extract_patches(x, self).unsqueeze(1)
@@ -302,15 +306,12 @@ class GroupConv2d(GroupConvolution):
             super().reset_parameters(gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        order = self.group.order
-        check_features("GroupConv2d", x, order, self.in_channels)
+        check_features("GroupConv2d", x, self.group.order, self.in_channels)
         if self.kernel == "separable":
             return self.spatial(self.mixing(x))
         if self.kernel == "pointwise":
             return self._pointwise(x)
-        bias = None if self.bias is None else self.bias.repeat_interleave(order)
-        y = self._convolve(x.flatten(1, 2), self._filters(), bias, self.groups)
-        return y.unflatten(1, (self.out_channels, order))
+        return self._mixed(x.flatten(1, 2))
 
     def _pointwise(self, x: Tensor) -> Tensor:
         # Elements come first, so that each is a group of the convolution.
@@ -331,7 +332,7 @@ class GroupConv2d(GroupConvolution):
 
 
 @register_rule(LiftingConv2d, GroupConv2d)
-def group_convolution(module: LiftingConv2d | GroupConv2d) -> Iterator[AnyBlock]:
+def group_convolution(module: GroupConvolution) -> Iterator[AnyBlock]:
     """Shared over elements of the group and output positions; groups are slots."""
     if module.weight is None:  # separable: see its two convolutions
         return
