@@ -6,8 +6,8 @@ The dense layer has one weight for every pair of channels and positions. Factore
 
 so that the layer is two small ones after another, each a matrix per channel:
 
-    z(c', c) = sum_x theta_2(c', c, x) X(c, x),      y(c', x') = sum_c theta_1(c', c, x') z(c',
-    c).
+    z(c', c) = sum_x theta_2(c', c, x) X(c, x),
+    y(c', x') = sum_c theta_1(c', c, x') z(c', c).
 
 Both are :class:`SlotLinear`, which has the curvature rule.
 """
@@ -179,9 +179,9 @@ class FactoredMap2d(Map2d):
 
     @property
     def closed_precisions(self) -> dict[str, float]:
-        """Initial prior precision, by part, of what :func:`closed_paths` does not close.
+        """Initial prior precision of parts that stay open when :func:`closed_paths` closes a path.
 
-        That of ``theta_2`` is four times its number of inputs, which for ``FactoredLinear2d`` is
+        For ``theta_2`` it is four times its number of inputs, which for ``FactoredLinear2d`` is
         four times the precision of its initial weights, whatever its size.
         """
         return {"theta_2": 4.0 * self.theta_2.in_features}

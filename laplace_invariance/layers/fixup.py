@@ -21,7 +21,7 @@ from laplace_invariance.layers.shapes import every_entry
 __all__ = ["FixupBlock", "FixupResNet", "ScalarBias", "ScalarScale"]
 
 BLOCK_DEPTH = 2  # convolutions per block
-STAGES = 3
+N_STAGES = 3
 
 
 class ScalarBias(nn.Module):
@@ -119,7 +119,7 @@ class FixupResNet(nn.Module):
 
     def __init__(self, in_channels: int, n_classes: int, depth: int = 14, width: int = 16) -> None:
         super().__init__()
-        n_blocks, rest = divmod(depth - 2, STAGES * BLOCK_DEPTH)
+        n_blocks, rest = divmod(depth - 2, N_STAGES * BLOCK_DEPTH)
         if rest or n_blocks < 1:
             raise ValueError(
                 f"depth must be 6 n + 2 for n blocks per stage (8, 14, 20, ...), got {depth}"
@@ -128,7 +128,7 @@ class FixupResNet(nn.Module):
             nn.Conv2d(in_channels, width, 3, padding=1, bias=False), ScalarBias(), nn.ReLU()
         )
         blocks = [FixupBlock(width, width) for _ in range(n_blocks)]
-        for stage in range(1, STAGES):
+        for stage in range(1, N_STAGES):
             n_out = width * 2**stage
             blocks.append(FixupBlock(n_out // 2, n_out, stride=2))
             blocks += [FixupBlock(n_out, n_out) for _ in range(n_blocks - 1)]

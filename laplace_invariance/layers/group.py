@@ -244,12 +244,11 @@ class GroupConv2d(GroupConvolution):
 
     Maps ``[n, C, order, H, W]`` to ``[n, D, order, H', W']``.
 
-    - ``"full"``: ``y(d, r, x) = bias(d) + sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x +
-      u)``; the weight is stored with channels and elements in one axis, ``[D, C / groups *
-      order, height, width]``.
-    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``, with weight ``[D, C /
-      groups, height, width]``: each element is convolved on its own, with its own orientation
-      of the filter.
+    - ``"full"``: ``y(d, r, x) = bias(d) + sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x + u)``;
+      the weight ``[D, C / groups * order, height, width]`` has channels and elements in one axis.
+    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``, and each element is convolved
+      on its own, with its own orientation of the filter; the weight is ``[D, C / groups, height,
+      width]``.
     - ``"separable"``: the filter ``theta_1(d, u) theta_2(d, c, s)``, which is two convolutions
       after another: ``mixing``, full, with a 1 x 1 kernel and no bias, has ``theta_2``;
       ``spatial``, pointwise and one channel at a time, has ``theta_1`` and the bias. The layer

@@ -26,8 +26,8 @@ STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
 class Standardise(nn.Module):
     """Subtract a fixed mean and divide by a fixed standard deviation, per channel.
 
-    As the first layer of a network it comes after the augmentation, so that images stay in [0,
-    1] with black = 0, which is what the augmentation puts outside of a transformed image::
+    As the first layer of a network it comes after the augmentation, so that images stay between
+    0 and 1 with black = 0, which is what the augmentation puts outside of a transformed image::
 
         net = nn.Sequential(Standardise.of(x_train), cnn(x_train.shape[1:], 10))
 

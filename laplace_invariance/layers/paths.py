@@ -105,13 +105,10 @@ class PathKind:
 
 @torch.no_grad()
 def rescaled(layer: nn.Module, gain: float) -> nn.Module:
-    """Return a convolution with weights of variance ``gain^2 / fan_in``, changed in place.
+    """Return a convolution with weights of variance ``gain^2 / fan_in`` and no bias, in place.
 
-    Args:
-        layer: A convolution as torch initialises it, with variance ``1 / (3 fan_in)``. Its bias is
-            set to zero. Of the two weights of a separable group convolution, the last takes the
-            gain.
-        gain: Scale of the weights.
+    It must be as torch initialises it, with variance ``1 / (3 fan_in)``. Of the two weights of a
+    separable group convolution, the last takes the gain.
     """
     parameters = dict(layer.named_parameters())
     weights = [parameter for name, parameter in parameters.items() if name.endswith("weight")]

@@ -135,12 +135,7 @@ class Group:
 
     @classmethod
     def from_matrices(cls, name: str, matrices: Sequence[Tensor]) -> Group:
-        """Return the group of the given matrices, with the table that follows from them.
-
-        Args:
-            name: Name for messages.
-            matrices: Signed permutations ``[2, 2]`` of (row, column), the identity first.
-        """
+        """Return the group of signed permutations ``[2, 2]``, the first of them the identity."""
         stacked = torch.stack([_integers(matrix) for matrix in matrices])
         products = stacked.unsqueeze(1) @ stacked
         equal = (products.unsqueeze(2) == stacked).all(-1).all(-1)  # [g, h, is it this one]
@@ -201,12 +196,7 @@ class Group:
         return x.flatten(-2).index_select(-1, index).unflatten(-1, (height, width))
 
     def transform_features(self, x: Tensor, element: int) -> Tensor:
-        """Return features under an element ``g``, ``X(g^-1 r, g^-1 x)``.
-
-        Args:
-            x: Features on the group, ``[n, channels, order, height, width]``.
-            element: Index of the element.
-        """
+        """Return features ``[n, channels, order, height, width]`` as ``X(g^-1 r, g^-1 x)``."""
         check_features(f"group {self.name!r}", x, self.order)
         elements = self.table[self.inverse[element]].to(x.device)
         return self.transform(x.index_select(2, elements), element)

@@ -99,17 +99,21 @@ def _random_inputs(module: nn.Module, generator: torch.Generator | None) -> Tens
 
 def _groups(group: str | Group | Sequence[str | Group]) -> list[str | Group]:
     """Return the groups to test, where ``"shifts"`` stands for itself."""
-    given = [group] if isinstance(group, str | Group) else list(group)
-    if not given:
-        raise ValueError("equivariance_error needs at least one group, got none")
+    if isinstance(group, str | Group):
+        group = [group]
     found: list[str | Group] = []
-    for one in given:
-        if isinstance(one, str) and one not in (SHIFTS, *NAMED):
+    for one in group:
+        if one == SHIFTS:
+            found.append(one)
+        elif isinstance(one, Group) or one in NAMED:
+            found.append(Group.of(one))
+        else:
             raise ValueError(
                 f"there is no group {one!r}; choose from {SHIFTS}, {', '.join(NAMED)}, "
                 "or give a Group"
             )
-        found.append(one if one == SHIFTS else Group.of(one))
+    if not found:
+        raise ValueError("equivariance_error needs at least one group, got none")
     return found
 
 

@@ -70,16 +70,7 @@ class Orbit:
         return self._transform(x, torch.arange(1, self.size + 1).unsqueeze(0))
 
     def random(self, x: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return each input under random elements or draws of its own.
-
-        Args:
-            x: Inputs ``[n, ...]``.
-            n_samples: Number of transformations of each.
-            generator: Source of randomness; None is torch's default generator.
-
-        Returns:
-            Transformed inputs ``[n, n_samples, ...]``.
-        """
+        """Return each of ``x`` under random elements or draws, ``[n, n_samples, ...]``."""
         if self._sampled is not None:
             return self._transform(x, self._sampled.sample(len(x), n_samples, generator))
         device = None if generator is None else generator.device
@@ -116,7 +107,9 @@ def batches(data: Data, model: nn.Module, size: int) -> Iterator[Tensor]:
     """
     reference = next(model.parameters(), None)
     found = 0
-    for batch in [data] if isinstance(data, Tensor) else data:
+    if isinstance(data, Tensor):
+        data = [data]
+    for batch in data:
         x = batch[0] if isinstance(batch, list | tuple) else batch
         _check_inputs(x)
         found += len(x)

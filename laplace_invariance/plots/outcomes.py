@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -33,10 +34,10 @@ def accuracies(table: Mapping[str, Mapping[str, float]], ax: Axes) -> Axes:
     Raises:
         ValueError: If there are none, or they are not fractions.
     """
-    values = [value for row in table.values() for value in row.values()]
+    values = list(chain.from_iterable(row.values() for row in table.values()))
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError(f"accuracies must be between 0 and 1, and at least one, got {values}")
-    methods = list(dict.fromkeys(method for row in table.values() for method in row))
+    methods = list(dict.fromkeys(chain.from_iterable(table.values())))
     width = 0.8 / len(methods)
     for i, method in enumerate(methods):
         with_method = [k for k, row in enumerate(table.values()) if method in row]

@@ -75,19 +75,18 @@ def layer_precisions(report: LayerReport, ax: Axes) -> Axes:
         xs = [places.index(row.place) for row in rows]
         largest = [math.nan if row.precision is None else row.precision for row in rows]
         ax.plot(xs, largest, "o-", color=colours[kind], lw=1.8, ms=6)
-        dots = [
-            (x, value)
-            for x, row in zip(xs, rows, strict=True)
-            for name, value in row.precisions.items()
-            if not name.endswith("bias")
-        ]
-        dot_xs = [x for x, _ in dots]
-        dot_ys = [value for _, value in dots]
-        ax.plot(dot_xs, dot_ys, ".", color=colours[kind], alpha=0.45, ms=6, zorder=1)
+        dots: list[tuple[float, float]] = []
+        for x, row in zip(xs, rows, strict=True):
+            dots += [(x, y) for name, y in row.precisions.items() if not name.endswith("bias")]
+        ax.plot(*_columns(dots), ".", color=colours[kind], alpha=0.45, ms=6, zorder=1)
     ax.set(ylabel="prior precision\n(large: the path is switched off)", yscale="log")
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)
     return _over_layers(report, colours, ax, "o")
+
+
+def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _over_layers(report: LayerReport, colours: Mapping[str, str], ax: Axes, marker: str) -> Axes:

@@ -146,14 +146,7 @@ def _planar_generators(augmentation: Augmentation) -> Tensor:
 
 
 def _paths(coefficients: Tensor, generators: Tensor, points: Tensor, n_times: int = 33) -> Tensor:
-    """Return ``exp(t c.G) p`` as ``[points, times, paths, 2]``.
-
-    Args:
-        coefficients: Coefficients ``c`` ``[paths, k]``.
-        generators: Generators ``G`` ``[k, 3, 3]``.
-        points: Points ``p`` ``[points, 2]``.
-        n_times: Number of times ``t``.
-    """
+    """Return ``exp(t c.G) p`` as ``[points, times, paths, 2]`` for ``c`` ``[paths, k]``."""
     times = torch.linspace(0, 1, n_times).to(coefficients)
     exponents = torch.einsum("t,ck,kij->tcij", times, coefficients, generators)
     maps = torch.linalg.matrix_exp(exponents)[..., :2, :]
