@@ -246,7 +246,7 @@ class GroupConv2d(GroupConvolution):
 
     - ``"full"``: ``y(d, r, x) = bias(d) + sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x + u)``;
       the weight ``[D, C / groups * order, height, width]`` has channels and elements in one axis.
-    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``, and each element is convolved
+    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``; each element is convolved
       on its own, with its own orientation of the filter; the weight is ``[D, C / groups, height,
       width]``.
     - ``"separable"``: the filter ``theta_1(d, u) theta_2(d, c, s)``, which is two convolutions
