@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.datasets import load, quadrants
 from laplace_invariance.layers import Standardise, closed_paths, pathway
-from laplace_invariance.metrics.layers import LayerReport, layer_report
+from laplace_invariance.metrics import LayerReport, layer_report
 
 SIZE, WIDTH, EPOCHS = 16, 4, 40
 split = load("digits")  # 8 x 8 pixels, a quadrant of 16 x 16

@@ -13,7 +13,7 @@ then computed once for all layers. Rules are looked up by the exact type of a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -188,19 +188,31 @@ def convolution(module: nn.modules.conv._ConvNd) -> Iterable[Block]:
         yield Block("bias", None, _channels_second, elementwise=True)
 
 
-def extract_patches(x: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+def padding_sides(
+    padding: str | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the padding before and after each axis; the odd one of ``"same"`` comes after."""
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if isinstance(padding, str):  # "valid"
+        return [(0, 0)] * len(kernel_size)
+    return [(p, p) for p in padding]
+
+
+def pad(x: Tensor, module: Any) -> Tensor:
+    """Return ``x`` ``[rows, channels, ...]``, padded as a convolution pads it."""
+    sides = padding_sides(module.padding, module.kernel_size, module.dilation)
+    if not any(map(any, sides)):
+        return x
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
+
+
+def extract_patches(x: Tensor, module: Any) -> Tensor:
     """Return what a convolution multiplies with its weights, ``[rows, positions, groups, channels / groups * kernel]``."""
     n = len(module.kernel_size)
-    if module.padding == "same":
-        totals = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
-        padding = [(total // 2, total - total // 2) for total in totals]
-    elif module.padding == "valid":
-        padding = [(0, 0)] * n
-    else:
-        padding = [(p, p) for p in module.padding]
-    if any(map(any, padding)):
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, [side for pair in reversed(padding) for side in pair], mode=mode)
+    x = pad(x, module)
     for i in range(n):
         span = module.dilation[i] * (module.kernel_size[i] - 1) + 1
         x = x.unfold(2 + i, span, module.stride[i])[..., :: module.dilation[i]]

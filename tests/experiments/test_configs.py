@@ -24,7 +24,7 @@ from laplace_invariance.experiments.configs import (
     VariationalConfig,
 )
 from laplace_invariance.experiments.learn import LEARN_NETWORKS
-from laplace_invariance.layers.networks import PATHS
+from laplace_invariance.layers.paths import PATHS
 
 KNOWN = {
     "Activation": variational.ACTIVATIONS,
