@@ -20,6 +20,7 @@ import tqdm
 from torch import Tensor, nn
 
 from laplace_invariance.augmentations import AffineImage, AffinePoints
+from laplace_invariance.augmentations.affine import warp_images
 from laplace_invariance.augmentations.base import check_n_samples
 from laplace_invariance.draws import are_fixed
 from laplace_invariance.hyper import Hyperparameterised, differentiable, hyperparameters
@@ -143,7 +144,7 @@ class ShallowNetwork(Hyperparameterised):
                 weight = (
                     _blur(weight.shape[axis], self.blur, weight) @ weight.movedim(axis, -2)
                 ).movedim(-2, axis)
-            moved = self.augmentation.act(weight.flatten(0, 1).unsqueeze(0), inverse)[0].unflatten(
+            moved = warp_images(weight.flatten(0, 1).unsqueeze(0), inverse[..., :2, :])[0].unflatten(
                 1, weight.shape[:2]
             )
             return moved * torch.linalg.det(inverse[0]).to(moved).view(-1, 1, 1, 1, 1), bias

@@ -453,8 +453,8 @@ def test_a_group_of_ones_own_composes():
         def __init__(self, **kwargs):
             super().__init__(["scale"], torch.eye(2).unsqueeze(0), [math.inf], **kwargs)
 
-        def act(self, x, matrices):
-            return x.unsqueeze(1) @ matrices.mT.to(x.dtype)
+        def transform_by(self, x, coefficients):
+            return x.unsqueeze(1) @ self.exponential(coefficients).mT.to(x.dtype)
 
     composed = Compose(Scaling(init=math.log(2)), AffinePoints(init={"x_scale": math.log(3)}))
     moved = composed.transform(torch.ones(1, 5, 2), torch.ones(1, 1, 7))
