@@ -1,65 +1,83 @@
-"""Invariant weights: a shallow network whose first layer is transformed, learnt by a lower bound on its evidence.
+"""Invariant weights: a shallow network whose first layer is transformed, learnt by an ELBO.
 
-``f(x) = scale W2 mean_s phi(W1 T_s x + b)`` with transformations ``T_s`` of ranges ``eta``. Since ``W1 (T x) = (W1 T) x``, not
-inputs but the rows of ``W1`` are transformed, once for a whole batch. The last layer has a Gaussian prior ``N(0, I)`` and for
-every output a Gaussian ``q`` with full covariance, so that
+``f(x) = scale W2 mean_s phi(W1 T_s x + b)`` with transformations ``T_s`` of ranges ``eta``. Since
+``W1 (T x) = (W1 T) x``, not inputs but the rows of ``W1`` are transformed, once for a whole batch. The
+last layer has a Gaussian prior ``N(0, I)`` and for every output a Gaussian ``q`` with full covariance,
+so that the lower bound on the evidence
 
     log p(y) >= E_q[log p(y | f)] - KL(q || prior)     (ELBO)
 
-can be maximised over ``q`` *and* over ``eta``: van der Ouderaa and van der Wilk, *Learning Invariant Weights in Neural Networks*
-(2022). The likelihood of a point estimate, without the KL, is there to compare with.
+can be maximised over ``q`` *and* over ``eta``: van der Ouderaa and van der Wilk, *Learning Invariant
+Weights in Neural Networks* (2022). The likelihood of a point estimate, without the KL, is there to
+compare with.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import tqdm
+from einops import rearrange
 from torch import Tensor, nn
 
 from laplace_invariance.augmentations import AffineImage, AffinePoints
 from laplace_invariance.augmentations.affine import warp_images
 from laplace_invariance.augmentations.base import check_n_samples
-from laplace_invariance.draws import are_fixed
+from laplace_invariance.draws import are_fixed, taped
 from laplace_invariance.hyper import Hyperparameterised, differentiable, hyperparameters
 
-__all__ = ["OBJECTIVES", "ShallowNetwork", "fit"]
+__all__ = ["ACTIVATIONS", "OBJECTIVES", "ShallowNetwork", "fit"]
 
 ACTIVATIONS = ("cosine", "relu")
 LIKELIHOODS = ("classification", "regression")
-N_BASIS = 2000  # inputs that the basis of q is computed from
 OBJECTIVES = {
     "elbo": "lower bound on the evidence",
     "point": "log likelihood at the mean of q, no KL",
 }
+N_BASIS = 2000  # inputs that the basis of q is computed from
 
 
 class ShallowNetwork(Hyperparameterised):
-    """One hidden layer under transformations of its weights, and a Gaussian over the weights of the last layer.
+    """One hidden layer under transformations of its weights, and a Gaussian over the last layer.
 
-    Draws of transformations are shared by a batch; they are fresh wherever gradients are enabled and one fixed, evenly spread
-    set under ``torch.no_grad()``. With ``draws="grid"`` of the augmentation they are always that set. The ELBO is
-    differentiable in the hyperparameters: ranges of the augmentation, ``log_scale`` of the outputs and, in regression,
-    ``log_noise``.
+    Draws of transformations are shared by a batch; they are fresh wherever gradients are enabled and
+    one fixed, evenly spread set under ``torch.no_grad()``. With ``draws="grid"`` of the augmentation
+    they are always that set. The ELBO is differentiable in the hyperparameters: ranges of the
+    augmentation, ``log_scale`` of the outputs and, in regression, ``log_noise``.
 
     Args:
-        augmentation: an ``AffineImage`` or ``AffinePoints``.
-        in_shape: of one input: channels, height and width, or coordinates, or points and coordinates.
-        n_outputs: classes, or targets.
-        n_features: width of the hidden layer; even for cosines, which come in pairs of one frequency, a quarter period apart.
-        activation: ``"cosine"``, random Fourier features whose weights stay as drawn: as the width grows, a Gaussian process with
-            squared-exponential kernel; or ``"relu"``, with weights to be learnt.
+        augmentation: An ``AffineImage`` or ``AffinePoints``.
+        in_shape: Shape of one input: channels, height and width, or coordinates, or points and
+            coordinates.
+        n_outputs: Number of classes, or of targets.
+        n_features: Width of the hidden layer; even for cosines, which come in pairs of one
+            frequency, a quarter period apart.
+        activation: ``"cosine"``, random Fourier features whose weights stay as drawn: as the width
+            grows, a Gaussian process with squared-exponential kernel; or ``"relu"``, with weights
+            to be learnt.
         likelihood: ``"classification"`` (softmax) or ``"regression"`` (Gaussian).
-        n_samples: transformations that the features are averaged over.
-        length_scale: of that kernel, in units of the (blurred) input.
-        output_scale: standard deviation of the outputs under the prior, without transformations; the start, as it is learnt.
-        noise: standard deviation of targets in regression; the start, as it is learnt.
-        blur: standard deviation in half-widths of a Gaussian that limits the frequencies in rows of the first layer, for images,
-            whose resampling would otherwise do so.
-        generator: source of the weights and draws; None is torch's default generator.
+        n_samples: Number of transformations that the features are averaged over.
+        length_scale: Length scale of that kernel, in units of the (blurred) input.
+        output_scale: Initial standard deviation of the outputs under the prior, without
+            transformations; it is learnt.
+        noise: Initial standard deviation of targets in regression; it is learnt.
+        blur: Standard deviation in half-widths of a Gaussian that limits the frequencies in rows of
+            the first layer, for images, whose resampling would otherwise do so.
+        generator: Source of the weights and draws; None is torch's default generator.
+
+    Raises:
+        TypeError: If the augmentation is of another kind.
+        ValueError: If another argument is out of its range.
     """
+
+    weight: Tensor
+    bias: Tensor
+    basis: Tensor
+    log_scale: Tensor
+    log_noise: Tensor
 
     def __init__(
         self,
@@ -78,27 +96,12 @@ class ShallowNetwork(Hyperparameterised):
     ) -> None:
         super().__init__()
         in_shape = tuple(in_shape)
-        _check(augmentation, in_shape)
-        for name, value, known in (
-            ("activation", activation, ACTIVATIONS),
-            ("likelihood", likelihood, LIKELIHOODS),
-        ):
-            if value not in known:
-                raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
-        for name, value in (
-            ("length_scale", length_scale),
-            ("output_scale", output_scale),
-            ("noise", noise),
-        ):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
+        _check_in_shape(augmentation, in_shape)
+        _check_choice("activation", activation, ACTIVATIONS)
+        _check_choice("likelihood", likelihood, LIKELIHOODS)
+        _check_positive(length_scale=length_scale, output_scale=output_scale, noise=noise)
         if not 0 <= blur < math.inf:
             raise ValueError(f"blur must not be negative, got {blur}")
-        cosine = activation == "cosine"
-        if n_features < 1 or (cosine and n_features % 2):
-            raise ValueError(
-                f"n_features must be positive{', and even for cosines' if cosine else ''}, got {n_features}"
-            )
         if n_outputs < 1 + (likelihood == "classification"):
             raise ValueError(f"{likelihood} with n_outputs = {n_outputs} has nothing to predict")
         self.augmentation = augmentation
@@ -108,218 +111,300 @@ class ShallowNetwork(Hyperparameterised):
         self.n_samples = check_n_samples(n_samples)
         self.blur = blur
         self.generator = generator
-        rows = n_features // 2 if cosine else n_features
-        normal = torch.randn(rows, *in_shape, generator=generator)
-        if cosine:
-            self.register_buffer("weight", normal / length_scale)
-            self.register_buffer("bias", torch.zeros(rows))
-        else:  # Xavier
-            self.weight = nn.Parameter(normal * math.sqrt(2 / (rows + math.prod(in_shape))))
-            self.bias = nn.Parameter(torch.zeros(rows))
+        self._add_first_layer(n_features, length_scale)
         self.register_hyperparameter("log_scale", torch.tensor(math.log(output_scale)))
         if likelihood == "regression":
             self.register_hyperparameter("log_noise", torch.tensor(math.log(noise)))
-        # q is N(A m, A L L^T A^T) with basis A, mean m, and L by its strictly lower part (the rest is ignored) and the log of its
-        # diagonal
+        # q is N(A m, A L L^T A^T) with basis A, mean m, and L by its strictly lower part (the rest is
+        # ignored) and the logarithm of its diagonal
         self.register_buffer("basis", torch.eye(n_features))
         self.mean = nn.Parameter(torch.zeros(n_outputs, n_features))
         self.lower = nn.Parameter(torch.zeros(n_outputs, n_features, n_features))
         self.log_diagonal = nn.Parameter(torch.zeros(n_outputs, n_features))
 
+    def _add_first_layer(self, n_features: int, length_scale: float) -> None:
+        """Draw the weights: buffers for cosines, parameters with Xavier's variance for ReLU."""
+        if self.activation == "cosine":
+            if n_features < 1 or n_features % 2:
+                raise ValueError(
+                    f"n_features must be positive, and even for cosines, got {n_features}"
+                )
+            rows = n_features // 2
+            weight = torch.randn(rows, *self.in_shape, generator=self.generator)
+            self.register_buffer("weight", weight / length_scale)
+            self.register_buffer("bias", torch.zeros(rows))
+            return
+        if n_features < 1:
+            raise ValueError(f"n_features must be positive, got {n_features}")
+        weight = torch.randn(n_features, *self.in_shape, generator=self.generator)
+        self.weight = nn.Parameter(weight * math.sqrt(2 / (n_features + math.prod(self.in_shape))))
+        self.bias = nn.Parameter(torch.zeros(n_features))
+
     # The first layer.
 
     def transformed_weights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights ``[samples, rows, *in_shape]`` and biases ``[samples or 1, rows]`` of the first layer under draws.
+        """Return weights and biases of the first layer, transformed.
 
-        For coordinates that is a matrix product, exactly what transforming inputs would give. An image's pixel reads at ``T p``,
-        so a pixel of the weights reads at ``T^-1 p``, times the determinant of ``T^-1``: equal up to interpolation.
+        For coordinates that is a matrix product, exactly what transforming inputs would give. An
+        image's pixel reads at ``T p``, so a pixel of the weights reads at ``T^-1 p``, times the
+        determinant of ``T^-1``: equal up to interpolation.
 
         Args:
-            draws: ``[1, samples, k]``, as of ``augmentation.sample(1, samples)``.
+            draws: Draws ``[1, samples, k]``, as of ``augmentation.sample(1, samples)``.
+
+        Returns:
+            Weights ``[samples, rows, *in_shape]`` and biases ``[samples or 1, rows]``.
         """
-        weight, bias = self.weight, self.bias.unsqueeze(0)
+        bias = self.bias.unsqueeze(0)
         if isinstance(self.augmentation, AffineImage):
-            inverse = self.augmentation.matrices(-draws)
-            for axis in (-2, -1):
-                weight = (
-                    _blur(weight.shape[axis], self.blur, weight) @ weight.movedim(axis, -2)
-                ).movedim(-2, axis)
-            moved = warp_images(weight.flatten(0, 1).unsqueeze(0), inverse[..., :2, :])[0].unflatten(
-                1, weight.shape[:2]
-            )
-            return moved * torch.linalg.det(inverse[0]).to(moved).view(-1, 1, 1, 1, 1), bias
-        matrices = self.augmentation.matrices(draws)[0].to(weight)
+            return self._warped_weights(draws), bias
         d = self.in_shape[-1]
-        moved = torch.einsum("rpi,sij->srpj", weight.view(len(weight), -1, d), matrices[:, :d])
-        return moved[..., :d].reshape(-1, *weight.shape), bias + moved[..., d].sum(-1)
+        matrices = self.augmentation.matrices(draws)[0].to(self.weight)
+        points = self.weight.view(len(self.weight), -1, d)
+        products = torch.einsum("rpi,sij->srpj", points, matrices[:, :d])
+        weights = products[..., :d].reshape(-1, *self.weight.shape)
+        return weights, bias + products[..., d].sum(-1)
+
+    def _warped_weights(self, draws: Tensor) -> Tensor:
+        height, width = self.in_shape[-2:]
+        blurred = _blur(height, self.blur, self.weight) @ self.weight
+        blurred = (_blur(width, self.blur, self.weight) @ blurred.mT).mT
+        inverse = self.augmentation.matrices(-draws)
+        images = rearrange(blurred, "r c h w -> 1 (r c) h w")
+        warped = warp_images(images, inverse[..., :2, :])
+        warped = rearrange(warped, "1 s (r c) h w -> s r c h w", r=len(blurred))
+        return warped * torch.linalg.det(inverse[0]).to(warped).view(-1, 1, 1, 1, 1)
 
     def features(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
-        """Return the features ``[n, n_features]`` of inputs, averaged over transformations; by default those of the class."""
+        """Return the features of inputs, averaged over transformations.
+
+        Args:
+            x: Inputs ``[n, *in_shape]``.
+            draws: Draws ``[1, samples, k]`` of the augmentation; None is fresh or fixed draws, as
+                the class says.
+
+        Returns:
+            Features ``[n, n_features]``.
+        """
         if x.shape[1:] != self.in_shape or x.dtype != self.weight.dtype:
             wanted = f"[n, {', '.join(map(str, self.in_shape))}] of {self.weight.dtype}"
             raise ValueError(f"inputs must be {wanted}, got shape {list(x.shape)} of {x.dtype}")
         if draws is None:
-            if torch.is_grad_enabled() and not are_fixed():
-                draws = self.augmentation.sample(1, self.n_samples, self.generator)
-            else:
-                draws = self.augmentation.fixed(self.n_samples)
+            draws = self._draw()
         weight, bias = self.transformed_weights(draws)
-        before = (x.flatten(1) @ weight.flatten(0, 1).flatten(1).mT).unflatten(
-            1, weight.shape[:2]
-        ) + bias
-        after = [before.cos(), before.sin()] if self.activation == "cosine" else [before.relu()]
-        return torch.cat([part.mean(1) for part in after], dim=1) * math.sqrt(
-            2 / self.mean.shape[1]
-        )
+        rows = rearrange(weight, "s r ... -> (s r) (...)")
+        hidden = rearrange(x.flatten(1) @ rows.mT, "n (s r) -> n s r", s=len(weight)) + bias
+        if self.activation == "cosine":
+            features = torch.cat([hidden.cos().mean(1), hidden.sin().mean(1)], dim=1)
+        else:
+            features = hidden.relu().mean(1)
+        return features * math.sqrt(2 / self.mean.shape[1])
+
+    def _draw(self) -> Tensor:
+        if are_fixed():
+            return self.augmentation.fixed(self.n_samples)
+        return taped(self.augmentation.sample, 1, self.n_samples, self.generator)
+
+    @torch.no_grad()
+    def filter_bank(self, rows: int, n_samples: int = 7) -> Tensor:
+        """Return the first rows of the first layer along the range of all transformations.
+
+        Args:
+            rows: Number of rows.
+            n_samples: Number of even steps from one end of the ranges to the other; an odd number
+                has the row itself in the middle.
+
+        Returns:
+            Weights ``[rows, n_samples, *in_shape]``.
+        """
+        steps = torch.linspace(-1, 1, n_samples).to(self.weight).view(1, -1, 1)
+        draws = steps.repeat(1, 1, len(self.augmentation.names))
+        return self.transformed_weights(draws)[0][:, :rows].transpose(0, 1)
 
     # The last layer.
 
+    def _root(self) -> Tensor:
+        """Return ``L`` ``[n_outputs, n_features, n_features]`` of ``q``, in its basis."""
+        return self.lower.tril(-1) + torch.diag_embed(self.log_diagonal.exp())
+
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance ``[n, n_outputs]`` of the outputs under ``q``; given the features they are independent."""
+        """Return mean and variance ``[n, n_outputs]`` of the outputs under ``q``.
+
+        Given the features ``[n, n_features]`` the outputs are independent.
+        """
         scaled = features @ self.basis * self.hyperparameter("log_scale").exp()
         spread = scaled @ self.lower.tril(-1) + scaled * self.log_diagonal.exp().unsqueeze(1)
         return scaled @ self.mean.mT, spread.square().sum(-1).mT
 
     @torch.no_grad()
     def rebase_(self, x: Tensor, n_data: int | None = None, restart: bool = False) -> None:
-        """Choose the basis ``A`` in which ``q`` is optimised, such that Adam needs few steps though features are correlated.
+        """Choose the basis ``A`` in which ``q`` is optimised, so that Adam needs few steps.
 
-        ``A A^T = (I + n_data c E[phi phi^T])^-1``, with the curvature ``c`` of the likelihood at outputs of zero, is about the
-        covariance of the posterior under the present hyperparameters, in regression exactly. Which ``q`` can be does not change.
+        ``A A^T = (I + n_data c E[phi phi^T])^-1``, with the curvature ``c`` of the likelihood at
+        outputs of zero, is about the covariance of the posterior under the present hyperparameters,
+        in regression exactly. The family of ``q`` does not change.
 
         Args:
-            x: inputs, all or some of them.
-            n_data: number of all data; None: these are all.
-            restart: let ``q`` start anew from ``N(0, A A^T)`` instead of staying what it is.
+            x: Inputs ``[n, *in_shape]``, all or some of them.
+            n_data: Number of all data; None if these are all.
+            restart: Whether to restart ``q`` from ``N(0, A A^T)`` instead of keeping it.
         """
-        features = (self.features(x) * self.log_scale.exp()).double()  # it may be all but singular
-        n_outputs = len(self.mean)
-        curvature = (
-            (-2 * self.log_noise).exp()
-            if self.likelihood == "regression"
-            else (n_outputs - 1) / n_outputs**2
-        )
-        identity = torch.eye(features.shape[1]).to(features)
-        precision = (
-            identity
-            + (len(x) if n_data is None else n_data) / len(x) * curvature * features.mT @ features
-        )
-        # P = U U^T with U upper triangular, by Cholesky from the last row up; then P^-1 = A A^T with A = U^-T
-        upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
-        basis = torch.linalg.solve_triangular(upper, identity, upper=True).mT
-        basis = basis.to(self.basis)
+        basis = self._posterior_basis(x, n_data)
         if restart:
             for parameter in (self.mean, self.lower, self.log_diagonal):
                 parameter.zero_()
         else:
             change = torch.linalg.solve_triangular(basis, self.basis, upper=False)
-            root = change @ (self.lower.tril(-1) + torch.diag_embed(self.log_diagonal.exp()))
+            root = change @ self._root()
             self.mean.copy_(self.mean @ change.mT)
             self.lower.copy_(root)
             self.log_diagonal.copy_(root.diagonal(dim1=-2, dim2=-1).log())
         self.basis.copy_(basis)
 
+    def _posterior_basis(self, x: Tensor, n_data: int | None) -> Tensor:
+        # in double precision, because the precision matrix may be all but singular
+        features = (self.features(x) * self.log_scale.exp()).double()
+        n_outputs = len(self.mean)
+        curvature: Tensor | float = (n_outputs - 1) / n_outputs**2
+        if self.likelihood == "regression":
+            curvature = (-2 * self.log_noise).exp()
+        if n_data is None:
+            n_data = len(x)
+        identity = torch.eye(features.shape[1]).to(features)
+        precision = identity + n_data / len(x) * curvature * features.mT @ features
+        # P = U U^T with U upper triangular, by Cholesky from the last row up; P^-1 = A A^T, A = U^-T
+        upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
+        return torch.linalg.solve_triangular(upper, identity, upper=True).mT.to(self.basis)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the mean of the outputs ``[n, n_outputs]``: logits, or predictions."""
         return self.features(x) @ self.basis @ self.mean.mT * self.hyperparameter("log_scale").exp()
 
+    # The objectives.
+
     def kl(self) -> Tensor:
-        """Return the divergence of ``q`` from the prior, ``sum_c (tr S_c + |m_c|^2 - n_features - log det S_c) / 2``."""
-        root = self.lower.tril(-1) + torch.diag_embed(self.log_diagonal.exp())
-        squares = (self.basis @ root).square().sum() + (self.mean @ self.basis.mT).square().sum()
+        """Return the divergence of ``q`` from the prior.
+
+        ``sum_c (tr S_c + |m_c|^2 - n_features - log det S_c) / 2`` over the outputs c.
+        """
+        squares = (self.basis @ self._root()).square().sum()
+        squares = squares + (self.mean @ self.basis.mT).square().sum()
         log_root = self.log_diagonal.sum() + len(self.mean) * self.basis.diagonal().log().sum()
         return (squares - self.mean.numel()) / 2 - log_root
 
     def log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return log densities ``[..., n]`` of labels ``[n]`` or targets ``[n, outputs]`` given outputs ``[..., n, outputs]``."""
+        """Return the log densities of data given outputs.
+
+        Args:
+            outputs: Outputs ``[..., n, n_outputs]``.
+            y: Labels ``[n]``, or targets ``[n, n_outputs]``.
+
+        Returns:
+            Log densities ``[..., n]``.
+        """
         if self.likelihood == "classification":
-            if y.shape != outputs.shape[-2:-1] or y.is_floating_point():
-                raise ValueError(
-                    f"labels must be integers [n], got shape {list(y.shape)} of {y.dtype}"
-                )
-            if y.min() < 0 or y.max() >= outputs.shape[-1]:
-                raise ValueError(
-                    f"labels must be from 0 to {outputs.shape[-1] - 1}, got {y.min().item()} to {y.max().item()}"
-                )
-            return (
-                outputs.log_softmax(-1)
-                .gather(-1, y.long().expand(outputs.shape[:-1]).unsqueeze(-1))
-                .squeeze(-1)
-            )
+            _check_labels(y, outputs)
+            index = y.long().expand(outputs.shape[:-1]).unsqueeze(-1)
+            return outputs.log_softmax(-1).gather(-1, index).squeeze(-1)
         if y.shape != outputs.shape[-2:]:
             raise ValueError(
                 f"targets must be {list(outputs.shape[-2:])}, got shape {list(y.shape)}"
             )
         log_noise = self.hyperparameter("log_noise")
-        squares = (
-            (y - outputs).square() / (2 * log_noise).exp() + 2 * log_noise + math.log(2 * math.pi)
-        )
-        return -squares.sum(-1) / 2
+        squares = (y - outputs).square() / (2 * log_noise).exp()
+        return -(squares + 2 * log_noise + math.log(2 * math.pi)).sum(-1) / 2
 
     def expected_log_likelihood(self, x: Tensor, y: Tensor, n_outputs_drawn: int = 4) -> Tensor:
-        """Return ``E_q[log p(y_n | f(x_n))]``, ``[n]``: in closed form for regression, else over draws of the outputs."""
+        """Return ``E_q[log p(y_n | f(x_n))]``, in closed form for regression.
+
+        Args:
+            x: Inputs ``[n, *in_shape]``.
+            y: Labels ``[n]``, or targets ``[n, n_outputs]``.
+            n_outputs_drawn: Number of draws of the outputs, for classification.
+
+        Returns:
+            Expected log densities ``[n]``.
+        """
         mean, variance = self.moments(self.features(x))
         if self.likelihood == "regression":
-            return (
-                self.log_likelihood(mean, y)
-                - (variance / (2 * self.hyperparameter("log_noise")).exp()).sum(-1) / 2
-            )
-        normal = torch.randn(
-            n_outputs_drawn, *mean.shape, generator=self.generator, dtype=mean.dtype
-        ).to(mean.device)
-        spread = variance.clamp(
-            min=1e-12
-        ).sqrt()  # ReLU features may all be zero, where a root has no gradient
+            at_mean = self.log_likelihood(mean, y)
+            noise = (2 * self.hyperparameter("log_noise")).exp()
+            return at_mean - (variance / noise).sum(-1) / 2
+        shape = (n_outputs_drawn, *mean.shape)
+        normal = torch.randn(shape, generator=self.generator, dtype=mean.dtype).to(mean.device)
+        # ReLU features may all be zero, where a root has no gradient
+        spread = variance.clamp(min=1e-12).sqrt()
         return self.log_likelihood(mean + spread * normal, y).mean(0)
 
     def elbo(
         self, x: Tensor, y: Tensor, n_data: int | None = None, n_outputs_drawn: int = 4
     ) -> Tensor:
-        """Return the lower bound on the log evidence of ``n_data`` data, without bias from a batch; None: these are all.
+        """Return the lower bound on the log evidence, estimated without bias from a batch.
 
-        Differentiable in hyperparameters. Draws of transformations keep it a bound: log likelihoods are concave in the outputs.
+        Differentiable in hyperparameters. Draws of transformations keep it a bound, because log
+        likelihoods are concave in the outputs.
+
+        Args:
+            x: Inputs ``[n, *in_shape]``.
+            y: Labels ``[n]``, or targets ``[n, n_outputs]``.
+            n_data: Number of all data; None if these are all.
+            n_outputs_drawn: Number of draws of the outputs, for classification.
         """
+        if n_data is None:
+            n_data = len(x)
         with differentiable():
-            fit = self.expected_log_likelihood(x, y, n_outputs_drawn).mean()
-        return (len(x) if n_data is None else n_data) * fit - self.kl()
+            mean = self.expected_log_likelihood(x, y, n_outputs_drawn).mean()
+        return n_data * mean - self.kl()
 
     def point_log_likelihood(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean log likelihood of data at the mean of ``q``; differentiable in hyperparameters, like the ELBO."""
+        """Return the mean log likelihood of data at the mean of ``q``.
+
+        Differentiable in hyperparameters, like :meth:`elbo`, whose arguments it has.
+        """
         with differentiable():
             return self.log_likelihood(self(x), y).mean()
 
-    @torch.no_grad()
-    def filter_bank(self, rows: int, n_samples: int = 7) -> Tensor:
-        """Return the first layer's first rows as transformations go from one end of their range to the other, evenly.
 
-        Returns:
-            Weights ``[rows, n_samples, *in_shape]``; an odd number of samples has the row itself in the middle.
-        """
-        draws = (
-            torch.linspace(-1, 1, n_samples)
-            .to(self.weight)
-            .view(1, -1, 1)
-            .repeat(1, 1, len(self.augmentation.names))
-        )
-        return self.transformed_weights(draws)[0][:, :rows].transpose(0, 1)
-
-
-def _check(augmentation: AffineImage | AffinePoints, in_shape: tuple[int, ...]) -> None:
+def _check_in_shape(augmentation: AffineImage | AffinePoints, in_shape: tuple[int, ...]) -> None:
     if isinstance(augmentation, AffineImage):
-        fits, wanted = len(in_shape) == 3, "(channels, height, width)"
+        fits = len(in_shape) == 3
+        wanted = "(channels, height, width)"
     elif isinstance(augmentation, AffinePoints):
         d = augmentation.dimensions
-        fits, wanted = len(in_shape) in (1, 2) and in_shape[-1] == d, f"({d},) or (points, {d})"
+        fits = len(in_shape) in (1, 2) and in_shape[-1] == d
+        wanted = f"({d},) or (points, {d})"
     else:
         raise TypeError(
-            f"weights are transformed by an AffineImage or AffinePoints, got {type(augmentation).__name__}"
+            "weights are transformed by an AffineImage or AffinePoints, "
+            f"got {type(augmentation).__name__}"
         )
     if not fits or min(in_shape) < 1:
         raise ValueError(f"{type(augmentation).__name__} needs in_shape {wanted}, got {in_shape}")
 
 
+def _check_choice(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def _check_labels(y: Tensor, outputs: Tensor) -> None:
+    n, n_outputs = outputs.shape[-2:]
+    if y.shape != (n,) or y.is_floating_point():
+        raise ValueError(f"labels must be integers [n], got shape {list(y.shape)} of {y.dtype}")
+    if y.min() < 0 or y.max() >= n_outputs:
+        raise ValueError(
+            f"labels must be from 0 to {n_outputs - 1}, got {y.min().item()} to {y.max().item()}"
+        )
+
+
 def _blur(size: int, width: float, like: Tensor) -> Tensor:
-    """Return the matrix ``[size, size]`` of a Gaussian blur along an axis, zero outside; ``width`` is in half-sizes."""
+    """Return the matrix ``[size, size]`` of a Gaussian blur of ``width`` half-sizes, zero outside."""
     steps = torch.arange(size, device=like.device, dtype=like.dtype)
     steps = (steps.unsqueeze(1) - steps) * 2 / max(width * (size - 1), 1e-6)
     kernel = torch.exp(-steps.square() / 2)
@@ -339,83 +424,119 @@ def fit(
     n_epochs_burnin: int = 1,
     progress_bar: bool = False,
 ) -> list[dict[str, Any]]:
-    """Maximise an objective by Adam over parameters and hyperparameters, with step sizes that fall to zero along half a cosine.
+    """Maximise an objective by Adam over parameters and hyperparameters.
+
+    Step sizes fall to zero along half a cosine.
 
     Args:
-        model: to train, in place; its ``q`` starts anew.
-        x: inputs ``[n, *in_shape]``.
-        y: labels ``[n]`` or targets ``[n, n_outputs]``.
-        objective: one of ``OBJECTIVES``.
-        n_epochs: passes over the data.
-        batch_size: data per step.
-        lr: step size at the start: of the covariance of ``q``, and of ReLU weights.
-        lr_mean: that of the mean of ``q``, which is in units of its standard deviation and goes far.
-        lr_hyper: that of hyperparameters.
-        n_epochs_burnin: epochs, fewer than all, in which hyperparameters stay, since their gradient means nothing before ``q``
-            fits at all: then any wide range looks good.
-        progress_bar: show one.
+        model: Network to train, in place; its ``q`` starts from scratch.
+        x: Inputs ``[n, *in_shape]``.
+        y: Labels ``[n]`` or targets ``[n, n_outputs]``.
+        objective: One of ``OBJECTIVES``.
+        n_epochs: Number of passes over the data.
+        batch_size: Number of data per step.
+        lr: Initial step size of the covariance of ``q`` and of ReLU weights.
+        lr_mean: Initial step size of the mean of ``q``, which is in units of its standard deviation
+            and goes far.
+        lr_hyper: Initial step size of hyperparameters.
+        n_epochs_burnin: Number of first epochs, fewer than all, in which hyperparameters stay:
+            before ``q`` fits at all, any wide range looks good.
+        progress_bar: Whether to show a progress bar.
 
     Returns:
-        One record per epoch: ``epoch``, ``objective`` per datum, mean over its batches, and ``ranges`` at its end.
+        One record per epoch: ``epoch``, ``objective`` per datum, mean over its batches, and
+        ``ranges`` at its end.
+
+    Raises:
+        FloatingPointError: If the objective is not finite.
+        ValueError: If data do not match or a setting is out of its range.
     """
-    _check_training(x, y, objective, n_epochs, batch_size)
-    if n_epochs_burnin >= n_epochs:
-        raise ValueError(
-            f"nothing is learnt in n_epochs={n_epochs} if n_epochs_burnin={n_epochs_burnin} of them are burn-in"
-        )
-    learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
-    rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
-    groups = [
-        {"params": [model.mean], "lr": lr_mean},
-        {"params": rest, "lr": lr},
-        {"params": learnt, "lr": lr_hyper},
-    ]
-    optimizer = torch.optim.Adam(groups)
-    n_steps = n_epochs * -(-len(x) // batch_size)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
+    _check_training(x, y, n_epochs, batch_size, n_epochs_burnin)
+    _check_choice("objective", objective, OBJECTIVES)
+    n_steps = n_epochs * math.ceil(len(x) / batch_size)
+    ascent = _Ascent(model, objective, lr, lr_mean, lr_hyper, n_steps)
     history: list[dict[str, Any]] = []
     bar = tqdm.tqdm(range(1, n_epochs + 1), disable=not progress_bar, unit="epoch")
     for epoch in bar:
-        total = 0.0
         model.rebase_(x[:N_BASIS], len(x), restart=epoch == 1)
-        for batch in (
-            torch.randperm(len(x), generator=model.generator).to(x.device).split(batch_size)
-        ):
-            value = _per_datum(model, objective, x[batch], y[batch], len(x))
-            if not value.isfinite():
-                raise FloatingPointError(
-                    f"the {objective} is {value.item()} in epoch {epoch}; use smaller step sizes"
-                )
-            optimizer.zero_grad()
-            (-value).backward()
-            if epoch <= n_epochs_burnin:
-                for tensor in learnt:
-                    tensor.grad = None
-            optimizer.step()
-            scheduler.step()
-            model.augmentation.project_()
-            total += value.item() * len(batch)
-        history.append(
-            {"epoch": epoch, "objective": total / len(x), "ranges": model.augmentation.magnitudes()}
-        )
-        bar.set_postfix({objective: f"{total / len(x):.3f}", **_widest(model.augmentation)})
+        value = ascent.epoch(x, y, batch_size, epoch, learns=epoch > n_epochs_burnin)
+        magnitudes = model.augmentation.magnitudes()
+        history.append({"epoch": epoch, "objective": value, "ranges": magnitudes})
+        widest = max(magnitudes, key=magnitudes.__getitem__)
+        words = model.augmentation.ranges()[widest]
+        bar.set_postfix({objective: f"{value:.3f}", widest: words})
     return history
 
 
-def _per_datum(model: ShallowNetwork, objective: str, x: Tensor, y: Tensor, n_data: int) -> Tensor:
-    return (
-        model.elbo(x, y, n_data) / n_data
-        if objective == "elbo"
-        else model.point_log_likelihood(x, y)
-    )
+class _Ascent:
+    """Adam that maximises an objective, with step sizes that fall along half a cosine."""
+
+    def __init__(
+        self,
+        model: ShallowNetwork,
+        objective: str,
+        lr: float,
+        lr_mean: float,
+        lr_hyper: float,
+        n_steps: int,
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
+        rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
+        groups = [
+            {"params": [model.mean], "lr": lr_mean},
+            {"params": rest, "lr": lr},
+            {"params": self.learnt, "lr": lr_hyper},
+        ]
+        self.optimizer = torch.optim.Adam(groups)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, n_steps)
+
+    def epoch(self, x: Tensor, y: Tensor, batch_size: int, epoch: int, learns: bool) -> float:
+        """Take one pass over the data, and return the objective per datum.
+
+        Hyperparameters are stepped only if ``learns``.
+        """
+        total = 0.0
+        order = torch.randperm(len(x), generator=self.model.generator).to(x.device)
+        for batch in order.split(batch_size):
+            value = self._value(x[batch], y[batch], len(x))
+            if not value.isfinite():
+                raise FloatingPointError(
+                    f"the {self.objective} is {value.item()} in epoch {epoch}; "
+                    "use smaller step sizes"
+                )
+            self._step(value, learns)
+            total += value.item() * len(batch)
+        return total / len(x)
+
+    def _value(self, x: Tensor, y: Tensor, n_data: int) -> Tensor:
+        if self.objective == "elbo":
+            return self.model.elbo(x, y, n_data) / n_data
+        return self.model.point_log_likelihood(x, y)
+
+    def _step(self, value: Tensor, learns: bool) -> None:
+        self.optimizer.zero_grad()
+        (-value).backward()
+        if not learns:
+            for tensor in self.learnt:
+                tensor.grad = None
+        self.optimizer.step()
+        self.scheduler.step()
+        self.model.augmentation.project_()
 
 
-def _check_training(x: Tensor, y: Tensor, objective: str, n_epochs: int, batch_size: int) -> None:
-    if objective not in OBJECTIVES:
-        raise ValueError(f"unknown objective {objective!r}; choose from {', '.join(OBJECTIVES)}")
+def _check_training(
+    x: Tensor, y: Tensor, n_epochs: int, batch_size: int, n_epochs_burnin: int
+) -> None:
     if n_epochs < 1 or batch_size < 1:
         raise ValueError(
             f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}"
+        )
+    if n_epochs_burnin >= n_epochs:
+        raise ValueError(
+            f"nothing is learnt in n_epochs={n_epochs} if n_epochs_burnin={n_epochs_burnin} of "
+            "them are burn-in"
         )
     if len(x) != len(y) or not len(x):
         raise ValueError(
@@ -423,9 +544,3 @@ def _check_training(x: Tensor, y: Tensor, objective: str, n_epochs: int, batch_s
         )
     if not (x.isfinite().all() and y.isfinite().all()):
         raise ValueError("inputs or targets hold NaN or infinite values")
-
-
-def _widest(augmentation: AffineImage | AffinePoints) -> dict[str, str]:
-    magnitudes = augmentation.magnitudes()
-    name = max(magnitudes, key=magnitudes.__getitem__)
-    return {name: augmentation.ranges()[name]}
