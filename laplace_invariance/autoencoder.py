@@ -1,11 +1,11 @@
 """Autoencoders with a code that is invariant to unknown transformations, learnt from pairs.
 
 Zhang and Arodz, *Learning Invariance in Deep Neural Networks* (2021). Nothing is known of the
-transformations; of pairs of samples it is only known how far the things they show are apart: zero, if
-one is the other, transformed. The encoder's code has two parts. The invariant one is to keep these
-distances; the variant one has what else the decoder needs to reconstruct the sample, and can be
-dropped after training. Ordinary layers learn this badly; :class:`RichLayer` has moduli and phases
-among its outputs.
+transformations; of pairs of samples it is only known how far the things they show are apart: zero,
+if one is the other, transformed. The encoder's code has two parts. The invariant one is to keep
+these distances; the variant one has what else the decoder needs to reconstruct the sample, and can
+be dropped after training. Ordinary layers learn this badly; :class:`RichLayer` has moduli and
+phases among its outputs.
 """
 
 from __future__ import annotations
@@ -34,31 +34,26 @@ LAYERS = LAYER_KINDS  # earlier name
 class RichLayer(nn.Module):
     """A layer with moduli and phases: ``[x, n, a / n, b / n, (a / n)(b / n)]``.
 
-    Here a and b are the even and odd columns of ``W x + c``, and ``n = sqrt(a^2 + b^2 + eps)``, column
-    by column. If a and b are real and imaginary part of a Fourier coefficient, which one linear map
-    can make them, n is its modulus and ``a / n``, ``b / n`` are cosine and sine of its phase. ``eps``
-    keeps values and gradients finite where a and b vanish, the latter below ``1 / sqrt(eps)``; it
-    makes n too large by at most ``sqrt(eps)``.
+    Here a and b are the even and odd columns of ``W x + c``, and ``n = sqrt(a^2 + b^2 + eps)``,
+    column by column. If a and b are real and imaginary part of a Fourier coefficient, which one
+    linear map can make them, n is its modulus and ``a / n``, ``b / n`` are cosine and sine of its
+    phase. ``eps`` keeps values and gradients finite where a and b vanish, the latter below
+    ``1 / sqrt(eps)``; it makes n too large by at most ``sqrt(eps)``.
 
     Args:
         in_features: Size of the input.
-        n_pairs: Number of columns of a, and of b; by default half the size of the input, so that the
+        n_pairs: Number of columns of a, and of b; None is half the size of the input, so that the
             output is three times as large as the input.
         eps: Constant that is added to squared norms.
-
-    Attributes:
-        out_features: Size of the output, ``in_features + 4 n_pairs``.
     """
 
     def __init__(self, in_features: int, n_pairs: int | None = None, eps: float = 1e-6) -> None:
         super().__init__()
-        if n_pairs is None:
-            if in_features % 2:
-                raise ValueError(
-                    "an odd number of inputs has no half: "
-                    f"give n_pairs for in_features={in_features}"
-                )
-            n_pairs = in_features // 2
+        if n_pairs is None and in_features % 2:
+            raise ValueError(
+                f"an odd number of inputs has no half: give n_pairs for in_features={in_features}"
+            )
+        n_pairs = in_features // 2 if n_pairs is None else n_pairs
         if in_features < 1 or n_pairs < 1 or not eps > 0:
             raise ValueError(
                 "in_features, n_pairs and eps must be positive, "
@@ -86,8 +81,8 @@ def network(
     """Return ``depth`` layers of a kind, and a linear layer after them.
 
     Args:
-        layer: One of ``LAYER_KINDS``. Outputs of a rich layer are its inputs and two for each linear
-            unit, so that later ones see more.
+        layer: One of ``LAYER_KINDS``. Outputs of a rich layer are its inputs and two for each
+            linear unit, so that later ones see more.
         in_features: Size of the input.
         out_features: Size of the output.
         depth: Number of layers before the last.
@@ -123,12 +118,7 @@ def _selu_linear(in_features: int, width: int) -> nn.Linear:
 
 
 class Codes(NamedTuple):
-    """The two parts of a code.
-
-    Attributes:
-        invariant: Codes ``[n, n_invariant]``.
-        variant: All others, ``[n, k - n_invariant]``.
-    """
+    """The two parts of a code: ``[n, n_invariant]``, and all other entries."""
 
     invariant: Tensor
     variant: Tensor

@@ -3,6 +3,9 @@
 Draws never depend on hyperparameters. They are points of the cube ``[-1, 1]^k``, fresh for every
 input where gradients are enabled and one fixed, even set elsewhere, so that predictions repeat. A
 curvature pass records its draws on a tape, from which its backward pass replays them.
+
+Functions that draw take the number of dimensions ``k`` and a tensor ``like`` whose dtype and
+device the draws get.
 """
 
 from __future__ import annotations
@@ -52,20 +55,12 @@ def fixed_draws() -> AbstractContextManager[None]:
 
 
 def recording(tape: list[Tensor]) -> AbstractContextManager[None]:
-    """Record draws inside the context, as a curvature pass does when it first sees a batch.
-
-    Args:
-        tape: List to which every draw is appended.
-    """
+    """Append draws inside the context to ``tape``, as the first pass over a batch does."""
     return _using(tape)
 
 
 def replaying(tape: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Replay draws inside the context, as the backward pass does when it sees the batch again.
-
-    Args:
-        tape: Draws that :func:`recording` collected, replayed in their order.
-    """
+    """Replay draws inside the context from ``tape``, in order, as the backward pass does."""
     return _using(iter(tape))
 
 
@@ -82,14 +77,7 @@ def are_fixed() -> bool:
 
 
 def taped(fresh: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Draw, inside :func:`recording` onto its tape and inside :func:`replaying` from it.
-
-    Args:
-        fresh: Function that makes a fresh draw; not called when replaying.
-        *arguments: Its arguments.
-
-    Returns:
-        The fresh or replayed draw.
+    """Return ``fresh(*arguments)``, recorded or replayed inside these contexts.
 
     Raises:
         RuntimeError: If there are more draws than were recorded.
@@ -99,8 +87,8 @@ def taped(fresh: Callable[..., Tensor], *arguments: object) -> Tensor:
         replayed = next(source, None)
         if replayed is None:
             raise RuntimeError(
-                "the model draws more often than in the pass that was recorded, so it cannot be "
-                "replayed"
+                "the model draws more often than in the pass that was recorded, "
+                "so it cannot be replayed"
             )
         return replayed
     draw = fresh(*arguments)
@@ -116,15 +104,7 @@ def uniform(
     low: float = -1.0,
     high: float = 1.0,
 ) -> Tensor:
-    """Return independent uniform draws.
-
-    Args:
-        shape: Shape of the result.
-        like: Tensor whose dtype and device the result has.
-        generator: Source of the draws; None is torch's default generator.
-        low: Lower end of the range, which is included.
-        high: Upper end of the range, which is not.
-    """
+    """Return independent uniform draws from ``[low, high)``."""
     device = like.device if generator is None else generator.device
     draws = torch.rand(shape, generator=generator, device=device, dtype=like.dtype)
     return ((high - low) * draws + low).to(like.device)
@@ -138,19 +118,7 @@ def sample_cube(
     like: Tensor,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return fresh draws from the cube, other ones for every input.
-
-    Args:
-        kind: ``"independent"``; or ``"sobol"``, draws that are spread evenly over the cube.
-        n: Number of inputs.
-        n_samples: Number of draws per input.
-        dimensions: Number of dimensions k of the cube.
-        like: Tensor whose dtype and device the draws have.
-        generator: Source of the draws; None is torch's default generator.
-
-    Returns:
-        Draws ``[n, n_samples, k]``.
-    """
+    """Return fresh draws ``[n, n_samples, k]``, ``"independent"`` or ``"sobol"``."""
     if kind == "sobol":
         return _stratified(n, n_samples, dimensions, like, generator)
     return uniform((n, n_samples, dimensions), like, generator)
@@ -159,14 +127,14 @@ def sample_cube(
 def _stratified(
     n: int, n_samples: int, dimensions: int, like: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """Return draws ``[n, n_samples, k]`` that are spread evenly, by another set for every input.
+    """Return draws ``[n, n_samples, k]`` that are spread evenly, another set for every input.
 
     Each axis is cut into ``n_samples`` equal parts, and the draws of an input have one in each.
-    Which parts of different axes meet is decided by a Sobol set whose parts are exchanged at random.
-    For a power of two they are exchanged digit by digit, which keeps the evenness of the Sobol set
-    in two dimensions; for other numbers of samples the result is a Latin hypercube. Where a draw
-    lies in its part is independent. So each draw is uniform, and the mean of a smooth function has a
-    variance of order ``n_samples^-3`` along one axis, where independent draws have
+    Which parts of different axes meet is decided by a Sobol set whose parts are exchanged at
+    random. For a power of two they are exchanged digit by digit, which keeps the evenness of the
+    Sobol set in two dimensions; for other numbers of samples the result is a Latin hypercube. Where
+    a draw lies in its part is independent. So each draw is uniform, and the mean of a smooth
+    function has a variance of order ``n_samples^-3`` along one axis, where independent draws have
     ``n_samples^-1`` and a Sobol set that is only shifted has ``n_samples^-2``.
     """
     shift = uniform((n, 1, dimensions), like, generator, low=0.0)
@@ -176,42 +144,21 @@ def _stratified(
 
 
 def fixed_cube(n_samples: int, dimensions: int, like: Tensor) -> Tensor:
-    """Return one even set of draws, always the same: the ``"sobol"`` set at midpoints of its parts.
-
-    Args:
-        n_samples: Number of draws.
-        dimensions: Number of dimensions k of the cube.
-        like: Tensor whose dtype and device the draws have.
-
-    Returns:
-        Draws ``[1, n_samples, k]``.
-    """
+    """Return one set ``[1, n_samples, k]`` like ``"sobol"``, always the same, at midpoints."""
     seeded = torch.Generator().manual_seed(SOBOL_SEED)
     shift = torch.randint(n_samples, (1, 1, dimensions), generator=seeded)
     return 2 * (_exchanged(n_samples, shift).to(like) + 0.5) / n_samples - 1
 
 
 def grid_cube(n_samples: int, dimensions: int, active: Sequence[int], like: Tensor) -> Tensor:
-    """Return midpoints of equal cells along one or two dimensions, zero along the others.
+    """Return midpoints of equal cells ``[1, n_samples, k]`` along at most two dimensions.
 
-    Args:
-        n_samples: Number of draws; for two dimensions a square number.
-        dimensions: Number of dimensions k of the cube.
-        active: Indices of the at most two dimensions along which draws differ from zero.
-        like: Tensor whose dtype and device the draws have.
-
-    Returns:
-        Draws ``[1, n_samples, k]``.
-
-    Raises:
-        ValueError: If the number of samples is not a square and there are two dimensions.
+    Draws are zero along dimensions that are not ``active``.
     """
     draws = like.new_zeros(1, n_samples, dimensions)
     if not active:
         return draws
-    side = n_samples
-    if len(active) == 2:
-        side = math.isqrt(n_samples)
+    side = n_samples if len(active) == 1 else math.isqrt(n_samples)
     if side ** len(active) != n_samples:
         raise ValueError(
             "a grid of two generators needs a square number of samples, "

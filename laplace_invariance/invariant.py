@@ -13,7 +13,7 @@ from laplace_invariance.draws import are_fixed, taped
 __all__ = ["InvariantModel", "Levels", "SampleMean", "current_levels"]
 
 
-# Sampling levels of the current forward pass, outermost first: the batch size and the sample weights
+# Sampling levels of the current forward pass, outermost first: the batch size and sample weights
 # [S] of each enclosing InvariantModel.
 Levels = tuple[tuple[int, Tensor], ...]
 _levels: ContextVar[Levels] = ContextVar("laplace_invariance_levels", default=())

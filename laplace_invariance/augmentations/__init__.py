@@ -1,4 +1,4 @@
-"""Distributions over transformations of the input, with hyperparameters that the evidence learns."""
+"""Distributions over transformations of the input, with hyperparameters to learn."""
 
 from laplace_invariance.augmentations.affine import AffineImage, AffinePoints, LieGroup
 from laplace_invariance.augmentations.base import Augmentation, BoxAugmentation

@@ -70,7 +70,7 @@ class LieGroup(BoxAugmentation):
         return self.exponential(self.coefficients(draws))
 
     def exponential(self, coefficients: Tensor) -> Tensor:
-        """Return the matrices ``expm(sum_i c_i G_i)`` ``[..., d, d]`` of coefficients ``[..., k]``."""
+        """Return ``expm(sum_i c_i G_i)``, ``[..., d, d]``, for coefficients ``[..., k]``."""
         algebra = torch.einsum("...k,kij->...ij", coefficients, self.generators)
         return torch.linalg.matrix_exp(algebra)
 
@@ -78,11 +78,11 @@ class LieGroup(BoxAugmentation):
 class AffineImage(LieGroup):
     """Affine transformations of images ``[n, channels, height, width]``, zero outside.
 
-    The six generators are x_translation, y_translation, rotation, x_scale, y_scale and shear.
+    The generators are x_translation, y_translation, rotation, x_scale, y_scale and shear.
     Translations are in units of half the image (1 shifts the centre to the border), rotations in
     radians (``pi`` is all of them), scalings are logarithms of factors. A transformation says where
     each output pixel reads its input, in coordinates with x to the right and y *down*: a positive
-    rotation rotates the picture counter-clockwise, a positive x_translation shifts it to the left, a
+    rotation is counter-clockwise, a positive x_translation shifts the picture to the left, a
     positive x_scale makes it narrower. Interpolation is bilinear, so that samples are piecewise
     smooth in the hyperparameters.
 
@@ -121,9 +121,9 @@ class AffineImage(LieGroup):
 class AffinePoints(LieGroup):
     """Affine transformations of coordinates ``[n, d]`` or point sets ``[n, points, d]``.
 
-    In two dimensions the generators are those of :class:`AffineImage`; in three they are x_, y_ and
-    z_translation, rotations about the three axes (x_rotation, ...), x_, y_ and z_scale, and xy_, xz_
-    and yz_shear. Rotations are counter-clockwise, and translations are in the units of the
+    In two dimensions the generators are those of :class:`AffineImage`; in three they are x_, y_
+    and z_translation, rotations about the three axes (x_rotation, ...), x_, y_ and z_scale, and
+    xy_, xz_ and yz_shear. Rotations are counter-clockwise, and translations are in the units of the
     coordinates. Samples are smooth in the hyperparameters.
 
     Args:
@@ -194,16 +194,10 @@ def warp_images(images: Tensor, maps: Tensor) -> Tensor:
 
 
 def affine_generators(dimensions: int) -> tuple[list[str], Tensor, list[float]]:
-    """Return a basis of the affine Lie algebra, in homogeneous coordinates.
+    """Return names, matrices ``[k, d + 1, d + 1]`` and limits of the affine Lie algebra.
 
-    It has translations, rotations (counter-clockwise where x points right and y points up), scalings
-    and shears, in this order.
-
-    Args:
-        dimensions: Number of coordinates d, 2 or 3.
-
-    Returns:
-        Names of the generators, their matrices ``[k, d + 1, d + 1]``, and their limits.
+    Matrices are in homogeneous coordinates. Translations, rotations (counter-clockwise where x
+    points right and y points up), scalings and shears, in this order.
     """
     cells: dict[str, dict[tuple[int, int], float]] = {}
     axes = list(enumerate("xyz"[:dimensions]))

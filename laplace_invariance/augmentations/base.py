@@ -48,16 +48,7 @@ class Augmentation(Hyperparameterised):
     unit_range: bool = False
 
     def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return fresh draws.
-
-        Args:
-            n: Number of inputs.
-            n_samples: Number of samples per input.
-            generator: Source of the draws; None is torch's default generator.
-
-        Returns:
-            Draws ``[n or 1, n_samples, ...]``.
-        """
+        """Return fresh draws ``[n or 1, n_samples, ...]`` for ``n`` inputs."""
         raise NotImplementedError
 
     def fixed(self, n_samples: int) -> Tensor:
@@ -69,8 +60,7 @@ class Augmentation(Hyperparameterised):
 
         Args:
             x: Inputs ``[n, ...]``.
-            draws: Draws ``[n or 1, n_samples, ...]`` of :meth:`sample` or :meth:`fixed`; one set
-                is used for all inputs.
+            draws: Draws ``[n or 1, n_samples, ...]`` of :meth:`sample` or :meth:`fixed`.
 
         Returns:
             Samples ``[n, n_samples, ...]``.
@@ -149,10 +139,7 @@ class Augmentation(Hyperparameterised):
 
 
 class BoxOptions(TypedDict, total=False):
-    """Keyword arguments that all augmentations with ranges have in common.
-
-    They are documented in :class:`BoxAugmentation`.
-    """
+    """Keyword arguments that subclasses of :class:`BoxAugmentation` pass on to it."""
 
     constraint: str | None
     correlated: bool
@@ -189,10 +176,6 @@ class BoxAugmentation(Augmentation):
         names: Names of the coefficients.
         learnt: Indices of the generators that are learnt.
         active: Indices of the generators whose coefficient is not always zero.
-
-    Raises:
-        ValueError: If an option or a name is unknown, if ``init`` has the wrong shape or is out of
-            range, or if a grid is asked for with more than two active generators.
     """
 
     eta: Tensor
@@ -327,16 +310,12 @@ class BoxAugmentation(Augmentation):
         return fixed_cube(n_samples, len(self.names), self.eta)
 
     def transform(self, x: Tensor, draws: Tensor) -> Tensor:
-        """Transform ``x`` ``[n, ...]`` by the coefficients of ``draws`` ``[n or 1, n_samples, k]``."""
+        """Transform ``x`` ``[n, ...]`` by given ``draws`` ``[n or 1, n_samples, k]``."""
         check_draws(draws, len(x), (len(self.names),), self)
         return self.transform_by(x, self.coefficients(draws.to(self.eta)))
 
     def transform_by(self, x: Tensor, coefficients: Tensor) -> Tensor:
-        """Transform inputs by given coefficients.
-
-        Args:
-            x: Inputs ``[n, ...]``.
-            coefficients: Coefficients ``[n or 1, n_samples, k]``.
+        """Transform ``x`` ``[n, ...]`` by given ``coefficients`` ``[n or 1, n_samples, k]``.
 
         Returns:
             Samples ``[n, n_samples, ...]``.

@@ -27,8 +27,8 @@ Value = TypeVar("Value")
 class Compose(Augmentation):
     """Augmentations that are applied one after another, in the given order, to each sample.
 
-    Draws ``[n, n_samples, k]`` are those of the parts side by side. They are drawn together, so that
-    a Sobol set spreads over the ranges of all parts. Every part keeps and learns its own
+    Draws ``[n, n_samples, k]`` are those of the parts side by side. They are drawn together, so
+    that a Sobol set spreads over the ranges of all parts. Every part keeps and learns its own
     hyperparameters.
 
     Args:
@@ -39,10 +39,6 @@ class Compose(Augmentation):
         parts: The augmentations.
         names: Names of their generators; a name that more than one part has is prefixed by the
             number of the part, as in ``0.rotation``.
-
-    Raises:
-        TypeError: If an augmentation does not draw from ranges.
-        ValueError: If there are none, or if they differ in their kinds of draws or of inputs.
     """
 
     parts: Sequence[BoxAugmentation]

@@ -36,18 +36,15 @@ class LearntTransform(v2.Transform):
 
     Made by :meth:`~laplace_invariance.augmentations.Augmentation.to_transform`. Takes what the
     augmentation takes, with or without the batch: images ``[channels, height, width]``, point sets
-    ``[points, d]`` or one point ``[d]``, signals ``[channels, length]``. Each element of a batch gets
-    its own draw; images of one sample get the same. Images can be floating-point tensors, uint8
-    tensors, ``tv_tensors.Image`` or PIL images, and stay what they are. As in all of
-    ``torchvision.transforms.v2``, labels and other things pass through, and of plain tensors all but
-    the first.
+    ``[points, d]`` or one point ``[d]``, signals ``[channels, length]``. Each element of a batch
+    gets its own draw; images of one sample get the same. Images can be floating-point tensors,
+    uint8 tensors, ``tv_tensors.Image`` or PIL images, and stay what they are. As in all of
+    ``torchvision.transforms.v2``, labels and other things pass through, and of plain tensors all
+    but the first.
 
     Args:
         augmentation: The learnt augmentation, of which a frozen copy is kept.
         generator: Source of the draws; None is torch's default generator.
-
-    Raises:
-        ValueError: If the augmentation does not declare ``input_ndims``.
     """
 
     _transformed_types = (_can_be_input,)
@@ -107,9 +104,11 @@ class LearntTransform(v2.Transform):
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         """Return one draw for each element of the batch, which all inputs of a sample share."""
         if not flat_inputs:
-            kinds = "floating-point tensors"
-            if self._takes_images:
-                kinds = "images, floating point or uint8"
+            kinds = (
+                "images, floating point or uint8"
+                if self._takes_images
+                else "floating-point tensors"
+            )
             raise TypeError(f"nothing to transform: {self._name} takes {kinds}")
         if self.generator is not None and get_worker_info() is not None:
             raise RuntimeError(
@@ -162,9 +161,7 @@ class LearntTransform(v2.Transform):
             samples = self.augmentation.transform(x, draws).squeeze(1)
         else:
             samples = self.augmentation.transform(x.unsqueeze(0), draws)[0, 0]
-        if unit_range:
-            return samples.clamp(0, 1)
-        return samples
+        return samples.clamp(0, 1) if unit_range else samples
 
     # the names of these methods before torchvision 0.21
     _check_inputs = check_inputs

@@ -31,8 +31,8 @@ class FiniteGroup(Augmentation):
     """Flips and quarter turns of images ``[n, channels, height, width]``, with learnt weights.
 
     The network is averaged over the identity and the given elements with weights ``1 / z`` and
-    ``eta_i / z``, ``z = 1 + sum_i eta_i``, where ``eta_i`` goes from 0, the identity alone, to 1, full
-    invariance. All elements are always applied, so that ``n_samples`` of the model is ignored.
+    ``eta_i / z``, ``z = 1 + sum_i eta_i``, where ``eta_i`` goes from 0, the identity alone, to 1,
+    full invariance. All elements are always applied, so that ``n_samples`` of the model is ignored.
 
     Args:
         elements: ``"flips"``, ``"quarter_turns"``, ``"all"``, or names: horizontal_flip,
@@ -41,9 +41,6 @@ class FiniteGroup(Augmentation):
 
     Attributes:
         names: Names of the elements, the identity first.
-
-    Raises:
-        ValueError: If an element is unknown or ``init`` is out of range.
     """
 
     eta: Tensor
@@ -80,7 +77,7 @@ class FiniteGroup(Augmentation):
         return len(self.names)
 
     def weights(self, n_samples: int) -> Tensor:
-        """Return the weights ``[n_samples]`` of the elements; ``n_samples`` must be their number."""
+        """Return the weights of the elements, of which there must be ``n_samples``."""
         if n_samples != len(self.names):
             raise ValueError(
                 f"FiniteGroup has {len(self.names)} elements, so as many samples, got {n_samples}"

@@ -88,7 +88,7 @@ class Sequence(BoxAugmentation):
 
 
 def _interpolate(x: Tensor, positions: Tensor) -> Tensor:
-    """Read ``x`` ``[n, channels, length]``, periodic, at ``positions`` ``[n or 1, n_samples, p]``."""
+    """Read ``x`` ``[n, c, length]``, periodically, at ``positions`` ``[n or 1, n_samples, p]``."""
     n, channels, length = x.shape
     floor = positions.detach().floor()
     fractions = (positions - floor).to(x.dtype)

@@ -1,7 +1,7 @@
 """Images whose invariance is known: transformed, put into quadrants, framed.
 
-All images are floating point ``[n, channels, height, width]`` in [0, 1] with black = 0, so that what
-comes in from outside of a transformed image is background; networks standardise for themselves.
+All images are floating point ``[n, channels, height, width]`` in [0, 1] with black = 0, so that
+what comes in from outside of a transformed image is background; networks standardise them.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def hue_rotated(
 ) -> Tensor:
     """Rotate the colours of each RGB image about the grey axis, by one angle per image.
 
-    A rotation of colour space itself, inverted by the opposite angle: it keeps greys and the mean of
-    the three channels, and may take saturated colours out of [0, 1].
+    A rotation of colour space itself, inverted by the opposite angle: it keeps greys and the mean
+    of the three channels, and may take saturated colours out of [0, 1].
 
     Args:
         images: Images ``[n, 3, height, width]`` in [0, 1].

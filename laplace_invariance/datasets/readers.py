@@ -1,4 +1,4 @@
-"""Images of data sets and of files, as floating point ``[n, channels, height, width]`` in [0, 1]."""
+"""Images of data sets and files, as floating point ``[n, channels, height, width]`` in [0, 1]."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Split:
     Attributes:
         x_train: Training images ``[n, channels, height, width]``.
         y_train: Training labels ``[n]``.
-        x_test: Test images ``[n, channels, height, width]``.
-        y_test: Test labels ``[n]``.
+        x_test: Test images, of the same shape.
+        y_test: Test labels.
         n_classes: Number of classes in the whole data set, of which a subset may lack some.
         name: Name of the source.
     """

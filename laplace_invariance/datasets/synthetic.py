@@ -104,11 +104,11 @@ def waves(
 ) -> TensorDataset:
     """Return noisy signals, each a smooth wave, shifted, and labelled by its shape.
 
-    Shifts are in units of half the length. With ``"circular"`` padding, what leaves at one end comes
-    in at the other, and shifts are of any size: a wave shifted by at most ``max_shift`` to either
-    side has the label of its shape, from 1 on; one that is shifted further has the label 0, since
-    otherwise all shifts would be invariances. With ``"zeros"``, waves fade to zero at both ends,
-    shifts stay within ``max_shift``, and shapes are labelled from 0 on.
+    Shifts are in units of half the length. With ``"circular"`` padding, what leaves at one end
+    comes in at the other, and shifts are of any size: a wave shifted by at most ``max_shift`` to
+    either side has the label of its shape, from 1 on; one that is shifted further has the label 0,
+    since otherwise all shifts would be invariances. With ``"zeros"``, waves fade to zero at both
+    ends, shifts stay within ``max_shift``, and shapes are labelled from 0 on.
 
     Args:
         n: Number of examples.
@@ -206,8 +206,8 @@ class HiddenShifts:
         """Return the symmetry of one of ``PAIR_TASKS``.
 
         Args:
-            task: "shift" and "dft" have one part, "two-part" has two, "permutation" has a hidden
-                order, and "scaled-shift" rescales by a factor of up to 2.
+            task: "two-part" has two parts, "permutation" a hidden order, "scaled-shift" rescales by
+                a factor of up to 2; "shift" and "dft" have none of these.
             n_features: Size of the vectors.
             generator: Source of the hidden order; None is torch's default generator.
         """
@@ -215,11 +215,9 @@ class HiddenShifts:
             raise ValueError(f"unknown task {task!r}; choose from {', '.join(PAIR_TASKS)}")
         if task == "permutation":
             return cls(n_features, order=torch.randperm(n_features, generator=generator))
-        if task == "two-part":
-            return cls(n_features, n_parts=2)
-        if task == "scaled-shift":
-            return cls(n_features, max_factor=2)
-        return cls(n_features)
+        n_parts = 2 if task == "two-part" else 1
+        max_factor = 2.0 if task == "scaled-shift" else 1.0
+        return cls(n_features, n_parts, max_factor=max_factor)
 
     def parts(self, x: Tensor) -> Tensor:
         """Return the parts of vectors ``[n, n_features]`` in order, ``[n, n_parts, length]``."""
@@ -231,7 +229,7 @@ class HiddenShifts:
         return x[:, self.order.to(x.device)].unflatten(1, (self.n_parts, -1))
 
     def shifted(self, x: Tensor, shifts: Tensor) -> Tensor:
-        """Shift the parts of ``x`` ``[n, n_features]`` to their end by integers ``[n, n_parts]``."""
+        """Shift the parts of ``x`` ``[n, n_features]`` by integers ``[n, n_parts]``."""
         places = torch.arange(self.length, device=x.device) - shifts.to(x.device).unsqueeze(-1)
         parts = self.parts(x).gather(2, places % self.length)
         return parts.flatten(1)[:, self.inverse.to(x.device)]
@@ -270,8 +268,8 @@ class HiddenShifts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw pairs of vectors, and the distances of their :meth:`invariants`.
 
-        Entries are uniform in [-1, 1]. Each part of the second vector is, with probability one half,
-        that of the first, or else another; then all are shifted and rescaled at random.
+        Entries are uniform in [-1, 1]. Each part of the second vector is, with probability one
+        half, that of the first, or else another; then all are shifted and rescaled at random.
 
         Args:
             n: Number of pairs.
@@ -294,11 +292,7 @@ class HiddenShifts:
 
 
 def fourier_code(x: Tensor) -> Tensor:
-    """Return moduli, sines and cosines of the phases of the Fourier transform of ``[n, d]``.
-
-    Returns:
-        Codes ``[n, 3 d]``.
-    """
+    """Return moduli, and sines and cosines of phases, of the Fourier transform: ``[n, 3 d]``."""
     spectrum = torch.fft.fft(x)
     phase = spectrum.angle()
     return torch.cat([spectrum.abs(), phase.sin(), phase.cos()], dim=1)

@@ -1,25 +1,10 @@
-"""Invariant weights: a shallow network whose first layer is transformed, learnt by an ELBO.
-
-``f(x) = scale W2 mean_s phi(W1 T_s x + b)`` with transformations ``T_s`` of ranges ``eta``. Since
-``W1 (T x) = (W1 T) x``, not inputs but the rows of ``W1`` are transformed, once for a whole batch. The
-last layer has a Gaussian prior ``N(0, I)`` and for every output a Gaussian ``q`` with full covariance,
-so that the lower bound on the evidence
-
-    log p(y) >= E_q[log p(y | f)] - KL(q || prior)     (ELBO)
-
-can be maximised over ``q`` *and* over ``eta``: van der Ouderaa and van der Wilk, *Learning Invariant
-Weights in Neural Networks* (2022). The likelihood of a point estimate, without the KL, is there to
-compare with.
-"""
+"""The shallow network, its first layer under transformations, and the bound on its evidence."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any
 
 import torch
-import tqdm
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -27,26 +12,21 @@ from laplace_invariance.augmentations import AffineImage, AffinePoints
 from laplace_invariance.augmentations.affine import warp_images
 from laplace_invariance.augmentations.base import check_n_samples
 from laplace_invariance.draws import are_fixed, taped
-from laplace_invariance.hyper import Hyperparameterised, differentiable, hyperparameters
+from laplace_invariance.hyper import Hyperparameterised, differentiable
 
-__all__ = ["ACTIVATIONS", "OBJECTIVES", "ShallowNetwork", "fit"]
+__all__ = ["ACTIVATIONS", "ShallowNetwork"]
 
 ACTIVATIONS = ("cosine", "relu")
 LIKELIHOODS = ("classification", "regression")
-OBJECTIVES = {
-    "elbo": "lower bound on the evidence",
-    "point": "log likelihood at the mean of q, no KL",
-}
-N_BASIS = 2000  # inputs that the basis of q is computed from
 
 
 class ShallowNetwork(Hyperparameterised):
     """One hidden layer under transformations of its weights, and a Gaussian over the last layer.
 
-    Draws of transformations are shared by a batch; they are fresh wherever gradients are enabled and
-    one fixed, evenly spread set under ``torch.no_grad()``. With ``draws="grid"`` of the augmentation
-    they are always that set. The ELBO is differentiable in the hyperparameters: ranges of the
-    augmentation, ``log_scale`` of the outputs and, in regression, ``log_noise``.
+    Draws of transformations are shared by a batch; they are fresh wherever gradients are enabled
+    and one fixed, evenly spread set under ``torch.no_grad()``. The ELBO is differentiable in the
+    hyperparameters: ranges of the augmentation, ``log_scale`` of the outputs and, in regression,
+    ``log_noise``.
 
     Args:
         augmentation: An ``AffineImage`` or ``AffinePoints``.
@@ -67,10 +47,6 @@ class ShallowNetwork(Hyperparameterised):
         blur: Standard deviation in half-widths of a Gaussian that limits the frequencies in rows of
             the first layer, for images, whose resampling would otherwise do so.
         generator: Source of the weights and draws; None is torch's default generator.
-
-    Raises:
-        TypeError: If the augmentation is of another kind.
-        ValueError: If another argument is out of its range.
     """
 
     weight: Tensor
@@ -97,8 +73,7 @@ class ShallowNetwork(Hyperparameterised):
         super().__init__()
         in_shape = tuple(in_shape)
         _check_in_shape(augmentation, in_shape)
-        _check_choice("activation", activation, ACTIVATIONS)
-        _check_choice("likelihood", likelihood, LIKELIHOODS)
+        _check_choices(activation=(activation, ACTIVATIONS), likelihood=(likelihood, LIKELIHOODS))
         _check_positive(length_scale=length_scale, output_scale=output_scale, noise=noise)
         if not 0 <= blur < math.inf:
             raise ValueError(f"blur must not be negative, got {blur}")
@@ -115,8 +90,8 @@ class ShallowNetwork(Hyperparameterised):
         self.register_hyperparameter("log_scale", torch.tensor(math.log(output_scale)))
         if likelihood == "regression":
             self.register_hyperparameter("log_noise", torch.tensor(math.log(noise)))
-        # q is N(A m, A L L^T A^T) with basis A, mean m, and L by its strictly lower part (the rest is
-        # ignored) and the logarithm of its diagonal
+        # q is N(A m, A L L^T A^T) with basis A, mean m, and L by its strictly lower part (the rest
+        # is ignored) and the logarithm of its diagonal
         self.register_buffer("basis", torch.eye(n_features))
         self.mean = nn.Parameter(torch.zeros(n_outputs, n_features))
         self.lower = nn.Parameter(torch.zeros(n_outputs, n_features, n_features))
@@ -124,21 +99,18 @@ class ShallowNetwork(Hyperparameterised):
 
     def _add_first_layer(self, n_features: int, length_scale: float) -> None:
         """Draw the weights: buffers for cosines, parameters with Xavier's variance for ReLU."""
-        if self.activation == "cosine":
-            if n_features < 1 or n_features % 2:
-                raise ValueError(
-                    f"n_features must be positive, and even for cosines, got {n_features}"
-                )
-            rows = n_features // 2
-            weight = torch.randn(rows, *self.in_shape, generator=self.generator)
-            self.register_buffer("weight", weight / length_scale)
+        cosine = self.activation == "cosine"
+        if n_features < 1 or (cosine and n_features % 2):
+            rule = "positive, and even for cosines" if cosine else "positive"
+            raise ValueError(f"n_features must be {rule}, got {n_features}")
+        rows = n_features // 2 if cosine else n_features
+        normal = torch.randn(rows, *self.in_shape, generator=self.generator)
+        if cosine:
+            self.register_buffer("weight", normal / length_scale)
             self.register_buffer("bias", torch.zeros(rows))
-            return
-        if n_features < 1:
-            raise ValueError(f"n_features must be positive, got {n_features}")
-        weight = torch.randn(n_features, *self.in_shape, generator=self.generator)
-        self.weight = nn.Parameter(weight * math.sqrt(2 / (n_features + math.prod(self.in_shape))))
-        self.bias = nn.Parameter(torch.zeros(n_features))
+        else:
+            self.weight = nn.Parameter(normal * math.sqrt(2 / (rows + math.prod(self.in_shape))))
+            self.bias = nn.Parameter(torch.zeros(rows))
 
     # The first layer.
 
@@ -176,21 +148,19 @@ class ShallowNetwork(Hyperparameterised):
         return warped * torch.linalg.det(inverse[0]).to(warped).view(-1, 1, 1, 1, 1)
 
     def features(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
-        """Return the features of inputs, averaged over transformations.
+        """Return the features ``[n, n_features]`` of inputs, averaged over transformations.
 
         Args:
             x: Inputs ``[n, *in_shape]``.
-            draws: Draws ``[1, samples, k]`` of the augmentation; None is fresh or fixed draws, as
-                the class says.
-
-        Returns:
-            Features ``[n, n_features]``.
+            draws: Draws ``[1, samples, k]``; None is fresh or fixed ones, as the class says.
         """
         if x.shape[1:] != self.in_shape or x.dtype != self.weight.dtype:
             wanted = f"[n, {', '.join(map(str, self.in_shape))}] of {self.weight.dtype}"
             raise ValueError(f"inputs must be {wanted}, got shape {list(x.shape)} of {x.dtype}")
-        if draws is None:
-            draws = self._draw()
+        if draws is None and are_fixed():
+            draws = self.augmentation.fixed(self.n_samples)
+        elif draws is None:
+            draws = taped(self.augmentation.sample, 1, self.n_samples, self.generator)
         weight, bias = self.transformed_weights(draws)
         rows = rearrange(weight, "s r ... -> (s r) (...)")
         hidden = rearrange(x.flatten(1) @ rows.mT, "n (s r) -> n s r", s=len(weight)) + bias
@@ -200,22 +170,12 @@ class ShallowNetwork(Hyperparameterised):
             features = hidden.relu().mean(1)
         return features * math.sqrt(2 / self.mean.shape[1])
 
-    def _draw(self) -> Tensor:
-        if are_fixed():
-            return self.augmentation.fixed(self.n_samples)
-        return taped(self.augmentation.sample, 1, self.n_samples, self.generator)
-
     @torch.no_grad()
     def filter_bank(self, rows: int, n_samples: int = 7) -> Tensor:
-        """Return the first rows of the first layer along the range of all transformations.
+        """Return the first rows of the first layer, ``[rows, n_samples, *in_shape]``.
 
-        Args:
-            rows: Number of rows.
-            n_samples: Number of even steps from one end of the ranges to the other; an odd number
-                has the row itself in the middle.
-
-        Returns:
-            Weights ``[rows, n_samples, *in_shape]``.
+        They are transformed in even steps from one end of the ranges to the other; an odd number of
+        samples has the row itself in the middle.
         """
         steps = torch.linspace(-1, 1, n_samples).to(self.weight).view(1, -1, 1)
         draws = steps.repeat(1, 1, len(self.augmentation.names))
@@ -241,8 +201,8 @@ class ShallowNetwork(Hyperparameterised):
         """Choose the basis ``A`` in which ``q`` is optimised, so that Adam needs few steps.
 
         ``A A^T = (I + n_data c E[phi phi^T])^-1``, with the curvature ``c`` of the likelihood at
-        outputs of zero, is about the covariance of the posterior under the present hyperparameters,
-        in regression exactly. The family of ``q`` does not change.
+        outputs of zero, is about the covariance of the posterior under the present
+        hyperparameters, in regression exactly. The family of ``q`` does not change.
 
         Args:
             x: Inputs ``[n, *in_shape]``, all or some of them.
@@ -272,7 +232,7 @@ class ShallowNetwork(Hyperparameterised):
             n_data = len(x)
         identity = torch.eye(features.shape[1]).to(features)
         precision = identity + n_data / len(x) * curvature * features.mT @ features
-        # P = U U^T with U upper triangular, by Cholesky from the last row up; P^-1 = A A^T, A = U^-T
+        # P = U U^T with U upper triangular, by Cholesky from the last row up; then A = U^-T
         upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)
         return torch.linalg.solve_triangular(upper, identity, upper=True).mT.to(self.basis)
 
@@ -283,24 +243,18 @@ class ShallowNetwork(Hyperparameterised):
     # The objectives.
 
     def kl(self) -> Tensor:
-        """Return the divergence of ``q`` from the prior.
-
-        ``sum_c (tr S_c + |m_c|^2 - n_features - log det S_c) / 2`` over the outputs c.
-        """
+        """Return the divergence ``sum_c (tr S_c + |m_c|^2 - n_features - log det S_c) / 2``."""
         squares = (self.basis @ self._root()).square().sum()
         squares = squares + (self.mean @ self.basis.mT).square().sum()
         log_root = self.log_diagonal.sum() + len(self.mean) * self.basis.diagonal().log().sum()
         return (squares - self.mean.numel()) / 2 - log_root
 
     def log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the log densities of data given outputs.
+        """Return the log densities ``[..., n]`` of data given outputs.
 
         Args:
             outputs: Outputs ``[..., n, n_outputs]``.
             y: Labels ``[n]``, or targets ``[n, n_outputs]``.
-
-        Returns:
-            Log densities ``[..., n]``.
         """
         if self.likelihood == "classification":
             _check_labels(y, outputs)
@@ -315,15 +269,10 @@ class ShallowNetwork(Hyperparameterised):
         return -(squares + 2 * log_noise + math.log(2 * math.pi)).sum(-1) / 2
 
     def expected_log_likelihood(self, x: Tensor, y: Tensor, n_outputs_drawn: int = 4) -> Tensor:
-        """Return ``E_q[log p(y_n | f(x_n))]``, in closed form for regression.
+        """Return ``E_q[log p(y_n | f(x_n))]``, ``[n]``.
 
-        Args:
-            x: Inputs ``[n, *in_shape]``.
-            y: Labels ``[n]``, or targets ``[n, n_outputs]``.
-            n_outputs_drawn: Number of draws of the outputs, for classification.
-
-        Returns:
-            Expected log densities ``[n]``.
+        It has a closed form in regression, and is a mean over draws of the outputs in
+        classification.
         """
         mean, variance = self.moments(self.features(x))
         if self.likelihood == "regression":
@@ -341,8 +290,8 @@ class ShallowNetwork(Hyperparameterised):
     ) -> Tensor:
         """Return the lower bound on the log evidence, estimated without bias from a batch.
 
-        Differentiable in hyperparameters. Draws of transformations keep it a bound, because log
-        likelihoods are concave in the outputs.
+        It is differentiable in hyperparameters. Draws of transformations keep it a bound, because
+        log likelihoods are concave in the outputs.
 
         Args:
             x: Inputs ``[n, *in_shape]``.
@@ -357,22 +306,17 @@ class ShallowNetwork(Hyperparameterised):
         return n_data * mean - self.kl()
 
     def point_log_likelihood(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean log likelihood of data at the mean of ``q``.
-
-        Differentiable in hyperparameters, like :meth:`elbo`, whose arguments it has.
-        """
+        """Return the mean log likelihood at the mean of ``q``, differentiable like the ELBO."""
         with differentiable():
             return self.log_likelihood(self(x), y).mean()
 
 
 def _check_in_shape(augmentation: AffineImage | AffinePoints, in_shape: tuple[int, ...]) -> None:
     if isinstance(augmentation, AffineImage):
-        fits = len(in_shape) == 3
-        wanted = "(channels, height, width)"
+        fits, wanted = len(in_shape) == 3, "(channels, height, width)"
     elif isinstance(augmentation, AffinePoints):
         d = augmentation.dimensions
-        fits = len(in_shape) in (1, 2) and in_shape[-1] == d
-        wanted = f"({d},) or (points, {d})"
+        fits, wanted = len(in_shape) in (1, 2) and in_shape[-1] == d, f"({d},) or (points, {d})"
     else:
         raise TypeError(
             "weights are transformed by an AffineImage or AffinePoints, "
@@ -382,9 +326,10 @@ def _check_in_shape(augmentation: AffineImage | AffinePoints, in_shape: tuple[in
         raise ValueError(f"{type(augmentation).__name__} needs in_shape {wanted}, got {in_shape}")
 
 
-def _check_choice(name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
+def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
 
 
 def _check_positive(**values: float) -> None:
@@ -404,143 +349,8 @@ def _check_labels(y: Tensor, outputs: Tensor) -> None:
 
 
 def _blur(size: int, width: float, like: Tensor) -> Tensor:
-    """Return the matrix ``[size, size]`` of a Gaussian blur of ``width`` half-sizes, zero outside."""
+    """Return the matrix ``[size, size]`` of a Gaussian blur of ``width`` half-sizes."""
     steps = torch.arange(size, device=like.device, dtype=like.dtype)
     steps = (steps.unsqueeze(1) - steps) * 2 / max(width * (size - 1), 1e-6)
     kernel = torch.exp(-steps.square() / 2)
     return kernel / kernel[size // 2].sum()
-
-
-def fit(
-    model: ShallowNetwork,
-    x: Tensor,
-    y: Tensor,
-    objective: str = "elbo",
-    n_epochs: int = 6,
-    batch_size: int = 128,
-    lr: float = 0.02,
-    lr_mean: float = 0.3,
-    lr_hyper: float = 0.1,
-    n_epochs_burnin: int = 1,
-    progress_bar: bool = False,
-) -> list[dict[str, Any]]:
-    """Maximise an objective by Adam over parameters and hyperparameters.
-
-    Step sizes fall to zero along half a cosine.
-
-    Args:
-        model: Network to train, in place; its ``q`` starts from scratch.
-        x: Inputs ``[n, *in_shape]``.
-        y: Labels ``[n]`` or targets ``[n, n_outputs]``.
-        objective: One of ``OBJECTIVES``.
-        n_epochs: Number of passes over the data.
-        batch_size: Number of data per step.
-        lr: Initial step size of the covariance of ``q`` and of ReLU weights.
-        lr_mean: Initial step size of the mean of ``q``, which is in units of its standard deviation
-            and goes far.
-        lr_hyper: Initial step size of hyperparameters.
-        n_epochs_burnin: Number of first epochs, fewer than all, in which hyperparameters stay:
-            before ``q`` fits at all, any wide range looks good.
-        progress_bar: Whether to show a progress bar.
-
-    Returns:
-        One record per epoch: ``epoch``, ``objective`` per datum, mean over its batches, and
-        ``ranges`` at its end.
-
-    Raises:
-        FloatingPointError: If the objective is not finite.
-        ValueError: If data do not match or a setting is out of its range.
-    """
-    _check_training(x, y, n_epochs, batch_size, n_epochs_burnin)
-    _check_choice("objective", objective, OBJECTIVES)
-    n_steps = n_epochs * math.ceil(len(x) / batch_size)
-    ascent = _Ascent(model, objective, lr, lr_mean, lr_hyper, n_steps)
-    history: list[dict[str, Any]] = []
-    bar = tqdm.tqdm(range(1, n_epochs + 1), disable=not progress_bar, unit="epoch")
-    for epoch in bar:
-        model.rebase_(x[:N_BASIS], len(x), restart=epoch == 1)
-        value = ascent.epoch(x, y, batch_size, epoch, learns=epoch > n_epochs_burnin)
-        magnitudes = model.augmentation.magnitudes()
-        history.append({"epoch": epoch, "objective": value, "ranges": magnitudes})
-        widest = max(magnitudes, key=magnitudes.__getitem__)
-        words = model.augmentation.ranges()[widest]
-        bar.set_postfix({objective: f"{value:.3f}", widest: words})
-    return history
-
-
-class _Ascent:
-    """Adam that maximises an objective, with step sizes that fall along half a cosine."""
-
-    def __init__(
-        self,
-        model: ShallowNetwork,
-        objective: str,
-        lr: float,
-        lr_mean: float,
-        lr_hyper: float,
-        n_steps: int,
-    ) -> None:
-        self.model = model
-        self.objective = objective
-        self.learnt = [tensor for tensor in hyperparameters(model) if tensor.requires_grad]
-        rest = [parameter for parameter in model.parameters() if parameter is not model.mean]
-        groups = [
-            {"params": [model.mean], "lr": lr_mean},
-            {"params": rest, "lr": lr},
-            {"params": self.learnt, "lr": lr_hyper},
-        ]
-        self.optimizer = torch.optim.Adam(groups)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, n_steps)
-
-    def epoch(self, x: Tensor, y: Tensor, batch_size: int, epoch: int, learns: bool) -> float:
-        """Take one pass over the data, and return the objective per datum.
-
-        Hyperparameters are stepped only if ``learns``.
-        """
-        total = 0.0
-        order = torch.randperm(len(x), generator=self.model.generator).to(x.device)
-        for batch in order.split(batch_size):
-            value = self._value(x[batch], y[batch], len(x))
-            if not value.isfinite():
-                raise FloatingPointError(
-                    f"the {self.objective} is {value.item()} in epoch {epoch}; "
-                    "use smaller step sizes"
-                )
-            self._step(value, learns)
-            total += value.item() * len(batch)
-        return total / len(x)
-
-    def _value(self, x: Tensor, y: Tensor, n_data: int) -> Tensor:
-        if self.objective == "elbo":
-            return self.model.elbo(x, y, n_data) / n_data
-        return self.model.point_log_likelihood(x, y)
-
-    def _step(self, value: Tensor, learns: bool) -> None:
-        self.optimizer.zero_grad()
-        (-value).backward()
-        if not learns:
-            for tensor in self.learnt:
-                tensor.grad = None
-        self.optimizer.step()
-        self.scheduler.step()
-        self.model.augmentation.project_()
-
-
-def _check_training(
-    x: Tensor, y: Tensor, n_epochs: int, batch_size: int, n_epochs_burnin: int
-) -> None:
-    if n_epochs < 1 or batch_size < 1:
-        raise ValueError(
-            f"n_epochs and batch_size must be positive, got {n_epochs} and {batch_size}"
-        )
-    if n_epochs_burnin >= n_epochs:
-        raise ValueError(
-            f"nothing is learnt in n_epochs={n_epochs} if n_epochs_burnin={n_epochs_burnin} of "
-            "them are burn-in"
-        )
-    if len(x) != len(y) or not len(x):
-        raise ValueError(
-            f"there must be inputs, and as many labels or targets, got {len(x)} and {len(y)}"
-        )
-    if not (x.isfinite().all() and y.isfinite().all()):
-        raise ValueError("inputs or targets hold NaN or infinite values")
