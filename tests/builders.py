@@ -11,3 +11,7 @@ class Gain(nn.Module):
 
     def forward(self, x):
         return self.gain * x
+
+
+def seeded_generator(seed=0):
+    return torch.Generator().manual_seed(seed)

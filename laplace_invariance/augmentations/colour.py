@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
 from laplace_invariance.augmentations.base import (
@@ -82,9 +82,9 @@ class Colour(BoxAugmentation):
             matrices = matrices * hue_rotations(hue)
         offsets = brightness.exp() * (1 - contrast.exp()) * x.mean((1, 2, 3)).unsqueeze(1)
         samples = torch.baddbmm(
-            repeat(offsets, "n s -> n (s c) 1", c=channels),
+            offsets.repeat_interleave(channels, dim=1).unsqueeze(-1),
             rearrange(matrices.expand(n, -1, -1, -1), "n s i j -> n (s i) j"),
-            rearrange(x, "n c h w -> n c (h w)"),
+            x.flatten(2),
         )
         return rearrange(samples, "n (s c) (h w) -> n s c h w", c=channels, h=height)
 

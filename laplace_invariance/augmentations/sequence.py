@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from einops import repeat
 from torch import Tensor
 
 from laplace_invariance.augmentations.base import (
@@ -76,10 +75,15 @@ class Sequence(BoxAugmentation):
         shift, stretch = coefficients.unsqueeze(-1).unbind(-2)
         steps = torch.arange(length, device=x.device, dtype=coefficients.dtype) - centre
         positions = centre + stretch.exp() * steps + shift * (length / 2)
+        if self.padding == "zeros":
+            # one zero before the signal and two after it, the last for the right neighbour
+            x = F.pad(x, (1, 2))
+            positions = positions.clamp(-1, length) + 1
+        floor = positions.detach().floor()
+        left, right = floor.long(), floor.long() + 1
         if self.padding == "circular":
-            return _interpolate(x, positions)
-        # one zero before the signal and two after it: the right neighbour of the first is a zero
-        return _interpolate(F.pad(x, (1, 2)), positions.clamp(-1, length) + 1)
+            left, right = left % length, right % length
+        return _interpolate(x, left, right, positions - floor)
 
     def in_words(self, name: str, magnitude: float) -> str:
         if name == "shift":
@@ -87,16 +91,14 @@ class Sequence(BoxAugmentation):
         return as_factor(magnitude)
 
 
-def _interpolate(x: Tensor, positions: Tensor) -> Tensor:
-    """Read ``x`` ``[n, c, length]``, periodically, at ``positions`` ``[n or 1, n_samples, p]``."""
-    n, channels, length = x.shape
-    floor = positions.detach().floor()
-    fractions = (positions - floor).to(x.dtype)
-    signals = repeat(x, "n c l -> n s c l", s=positions.shape[1])
+def _interpolate(x: Tensor, left: Tensor, right: Tensor, fractions: Tensor) -> Tensor:
+    """Read ``x`` ``[n, c, length]`` between ``left`` and ``right`` ``[n or 1, n_samples, p]``."""
+    n, channels, _ = x.shape
+    signals = x.unsqueeze(1).expand(-1, left.shape[1], -1, -1)
 
     def per_channel(values: Tensor) -> Tensor:
-        return repeat(values.expand(n, -1, -1), "n s p -> n s c p", c=channels)
+        return values.unsqueeze(2).expand(n, -1, channels, -1)
 
-    left = signals.gather(-1, per_channel(floor.long() % length))
-    right = signals.gather(-1, per_channel((floor.long() + 1) % length))
-    return torch.lerp(left, right, per_channel(fractions))
+    at_left = signals.gather(-1, per_channel(left))
+    at_right = signals.gather(-1, per_channel(right))
+    return torch.lerp(at_left, at_right, per_channel(fractions.to(x.dtype)))
