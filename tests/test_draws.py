@@ -39,6 +39,16 @@ def test_sobol_has_one_draw_in_each_part_of_every_axis(n_samples):
     assert torch.equal(parts.sort(1).values, expected)
 
 
+@pytest.mark.parametrize("n_samples", [5, 8])
+def test_sobol_parts_of_two_axes_meet_equally_often(n_samples):
+    """Every input has another set, so that draws are uniform on the cube, not on its axes only."""
+    draws = sample("sobol", 2000, n_samples, dimensions=2)
+    first, second = ((draws + 1) / 2 * n_samples).floor().long().unbind(-1)
+    shares = (first * n_samples + second).flatten().bincount(minlength=n_samples**2)
+    expected = torch.full((n_samples**2,), 2000 / n_samples)
+    torch.testing.assert_close(shares.double(), expected, rtol=0.3, atol=0)
+
+
 def test_sobol_is_even_in_two_dimensions():
     """Eight draws in the first two axes: one in each cell of 2 x 4 and of 4 x 2."""
     draws = (sample("sobol", 50, 8)[..., :2] + 1) / 2

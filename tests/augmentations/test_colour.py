@@ -12,7 +12,7 @@ SAMPLES = 4
 
 
 def slow_colour(image, brightness, contrast, hue):
-    """One image [3, height, width], pixel by pixel, rotated by the exponential of a cross product."""
+    """One image [3, height, width], pixel by pixel; rotated by exponentials of cross products."""
     axis = torch.ones(3) / math.sqrt(3)
     rotation = torch.linalg.matrix_exp(hue * torch.linalg.cross(axis.expand(3, 3), torch.eye(3)).mT)
     grey = image.mean()
