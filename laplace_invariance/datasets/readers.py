@@ -192,6 +192,10 @@ def _checked_images(array: np.ndarray, what: str) -> np.ndarray:
             )
     elif array.dtype != np.uint8:
         raise ValueError(f"{what} must be uint8, or floating point in [0, 1], got {array.dtype}")
+    return _channels_second(array, what)
+
+
+def _channels_second(array: np.ndarray, what: str) -> np.ndarray:
     if array.ndim == 3:
         return array[:, None]
     channels_second = array.ndim == 4 and array.shape[1] in (1, 3)
