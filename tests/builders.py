@@ -248,3 +248,7 @@ def twin_basis(kind, omega, anchors, height, width):
         return k_zt
     k_zz = torch.tensor([[kernel(z, y) for y in anchors] for z in anchors])
     return torch.linalg.inv(k_zz + 1e-4 * torch.eye(len(k_zz))) @ k_zt
+
+
+def seeded_generator(seed=0):
+    return torch.Generator().manual_seed(seed)

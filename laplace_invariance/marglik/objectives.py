@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_invariance.augmentations.box import BoxAugmentation
+from laplace_invariance.augmentations import BoxAugmentation
 from laplace_invariance.hyper import differentiable
 
 __all__ = ["MAP", "Augerino", "Evidence", "Objective", "Regularised", "evidence_unless_given"]
