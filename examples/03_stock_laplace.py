@@ -1,4 +1,4 @@
-"""Use the backend in unmodified laplace-torch: its ``marglik_training``, one evidence, one gradient.
+"""Use the backend in unmodified laplace-torch: its training function, one evidence, one gradient.
 
 Nothing of laplace-torch is replaced: ``backend=AugmentedGGN`` makes the evidence differentiable
 in the range of rotations, and ``li.learning`` takes a step on it whenever
