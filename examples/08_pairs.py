@@ -23,7 +23,7 @@ STEPS = 4000
 BATCH = 128
 
 torch.manual_seed(0)
-hidden = HiddenShifts.of("permutation", FEATURES)
+hidden = HiddenShifts(FEATURES, order=torch.randperm(FEATURES))
 model = InvariantAutoencoder(
     encoder=network("rich", FEATURES, 3 * FEATURES, depth=1, width=WIDTH),
     decoder=network("rich", 3 * FEATURES, FEATURES, depth=1, width=WIDTH),
@@ -45,7 +45,8 @@ for _ in trange(STEPS):
 with torch.no_grad():
     x = hidden.pairs(2000)[0]
     reconstruction, codes = model(x)
-    same = F.mse_loss(codes.invariant, model.encode(hidden.moved(x)).invariant)
+    shifted = hidden.shifted(x, torch.randint(FEATURES, (len(x), 1)))
+    same = F.mse_loss(codes.invariant, model.encode(shifted).invariant)
     different = F.mse_loss(codes.invariant, codes.invariant.roll(1, 0))
     orbit = model.encode(hidden.orbit(x[0]))
 
