@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import laplace_invariance.layers  # noqa: F401  (registers its rules before a page runs)
 from laplace_invariance import cli
 from laplace_invariance.curvature import check_model, rules
 
