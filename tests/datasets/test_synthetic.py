@@ -109,3 +109,18 @@ def test_regression_targets_are_decided_by_the_radius():
     assert (y - (2 * x.norm(dim=1, keepdim=True)).cos()).std().item() == pytest.approx(
         0.2, abs=0.01
     )
+
+
+def test_shapes_are_labelled_by_how_far_they_are_rotated():
+    x, y = datasets.rotated_shapes(500, 1.0, n_shapes=3, noise=0.0).tensors
+    assert x.shape == (500, 6, 2)
+    assert set(y.tolist()) == {0, 1, 2, 3}
+    assert (y == 0).double().mean().item() == pytest.approx(1 - 1 / torch.pi, abs=0.07)
+    upright, labels = datasets.rotated_shapes(
+        500, 1.0, n_shapes=3, noise=0.0, angles=torch.zeros(500)
+    ).tensors
+    assert labels.min() == 1
+    first = upright[labels == 1]
+    torch.testing.assert_close(first, first[:1].expand_as(first))
+    with pytest.raises(ValueError, match="max_angle"):
+        datasets.rotated_shapes(5, 4.0)
