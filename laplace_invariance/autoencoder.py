@@ -28,7 +28,6 @@ LAYER_KINDS = {
     "rich": "input, norms, normalised linear and normalised quadratic units",
     "selu": "linear units with SELU, started as these should be",
 }
-LAYERS = LAYER_KINDS  # earlier name
 
 
 class RichLayer(nn.Module):

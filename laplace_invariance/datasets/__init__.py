@@ -49,7 +49,3 @@ __all__ = [
     "warp",
     "waves",
 ]
-
-# earlier names
-KINDS = TRANSFORM_KINDS
-SOURCES = IMAGE_SOURCES

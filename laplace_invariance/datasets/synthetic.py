@@ -286,10 +286,6 @@ class HiddenShifts:
         other = self.transformed(torch.where(same, x, fresh), generator)
         return x, other, (self.invariants(x) - self.invariants(other)).norm(dim=1)
 
-    # earlier names
-    of = for_task
-    moved = transformed
-
 
 def fourier_code(x: Tensor) -> Tensor:
     """Return moduli, and sines and cosines of phases, of the Fourier transform: ``[n, 3 d]``."""

@@ -268,7 +268,7 @@ def load_transformed(config: ImagesConfig, transform: str, seed: int) -> dataset
 
     Args:
         config: Source and numbers of the images.
-        transform: Kind of transformation, one of ``datasets.KINDS``.
+        transform: Kind of transformation, one of ``datasets.TRANSFORM_KINDS``.
         seed: Seed of the subsets and of the transformations.
     """
     split = load_images(config, seed)

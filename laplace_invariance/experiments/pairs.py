@@ -99,7 +99,7 @@ def pairs(
         FloatingPointError: If training diverges.
     """
     with seeded(config.seed):  # what cannot be built raises before anything is written
-        HiddenShifts.of(config.task, config.n_features)
+        HiddenShifts.for_task(config.task, config.n_features)
         for name in config.networks:
             _autoencoder(config, name)
     with RunDirectory(out, config, resume) as directory:
@@ -140,7 +140,7 @@ def _train(
     config: PairsConfig, name: str, progress_bar: bool
 ) -> tuple[dict[str, Any], InvariantAutoencoder]:
     """Train a network; return what ``PairsResult`` keeps of it, and the network."""
-    symmetry = HiddenShifts.of(config.task, config.n_features)
+    symmetry = HiddenShifts.for_task(config.task, config.n_features)
     train = _Pairs(*symmetry.pairs(config.n_train))
     test = _Pairs(*symmetry.pairs(config.n_test))
     model = _autoencoder(config, name)
@@ -212,7 +212,7 @@ def _errors(
     else:
         code = codes.invariant
         other = model.encode(test.other).invariant
-        transformed = symmetry.moved(test.x, torch.Generator().manual_seed(config.seed))
+        transformed = symmetry.transformed(test.x, torch.Generator().manual_seed(config.seed))
         found["loss"] = inverse_distance_loss(
             code, other, test.distance, config.delta, config.alpha
         )

@@ -28,19 +28,19 @@ def test_entries_move_along_the_cycle():
 
 @pytest.mark.parametrize("task", PAIR_TASKS)
 def test_invariants_stay_and_tell_vectors_apart(task):
-    symmetry = HiddenShifts.of(task, 6, torch.Generator().manual_seed(1))
+    symmetry = HiddenShifts.for_task(task, 6, torch.Generator().manual_seed(1))
     x = torch.randn(40, 6)
-    moved = symmetry.moved(x)
-    assert (moved - x).abs().amax(1).count_nonzero() > 20
-    torch.testing.assert_close(symmetry.invariants(moved), symmetry.invariants(x))
+    transformed = symmetry.transformed(x)
+    assert (transformed - x).abs().amax(1).count_nonzero() > 20
+    torch.testing.assert_close(symmetry.invariants(transformed), symmetry.invariants(x))
     assert F.pdist(symmetry.invariants(x)).min() > 1e-3
 
 
 def test_order_of_the_permutation_matters():
-    symmetry = HiddenShifts.of("permutation", 6, torch.Generator().manual_seed(1))
+    symmetry = HiddenShifts.for_task("permutation", 6, torch.Generator().manual_seed(1))
     x = torch.randn(40, 6)
     assert (
-        symmetry.invariants(HiddenShifts(6).moved(x)) - symmetry.invariants(x)
+        symmetry.invariants(HiddenShifts(6).transformed(x)) - symmetry.invariants(x)
     ).abs().mean() > 0.1
 
 
@@ -60,7 +60,7 @@ def test_two_vectors_of_one_part_are_not_the_same(order):
 
 def test_factors_are_between_a_half_and_two():
     x = torch.ones(3000, 4)
-    factors = HiddenShifts.of("scaled-shift", 4).moved(x)[:, 0]
+    factors = HiddenShifts.for_task("scaled-shift", 4).transformed(x)[:, 0]
     assert factors.log2().min().item() == pytest.approx(-1, abs=0.01)
     assert factors.log2().max().item() == pytest.approx(1, abs=0.01)
 
@@ -69,7 +69,7 @@ def test_factors_are_between_a_half_and_two():
     ("task", "n"), [("shift", 6), ("two-part", 9), ("permutation", 6), ("scaled-shift", 6)]
 )
 def test_orbit_is_all_of_it(task, n):
-    symmetry = HiddenShifts.of(task, 6, torch.Generator().manual_seed(1))
+    symmetry = HiddenShifts.for_task(task, 6, torch.Generator().manual_seed(1))
     x = torch.randn(6)
     orbit = symmetry.orbit(x)
     assert orbit.shape == (n, 6)
@@ -96,10 +96,10 @@ def test_draws_repeat_with_a_generator():
             r"permutation of 3 entries, got \[0, 1, 1\]",
         ),
         (
-            lambda: HiddenShifts.of("turn", 4),
+            lambda: HiddenShifts.for_task("turn", 4),
             "unknown task 'turn'; choose from dft, shift, two-part",
         ),
-        (lambda: HiddenShifts(4).moved(torch.zeros(2, 5)), r"\[n, 4\], got shape \[2, 5\]"),
+        (lambda: HiddenShifts(4).transformed(torch.zeros(2, 5)), r"\[n, 4\], got shape \[2, 5\]"),
         (lambda: HiddenShifts(4).invariants(torch.zeros(2, 4).long()), "of torch.int64"),
     ],
 )

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from laplace_invariance import datasets, variational
-from laplace_invariance.augmentations.box import DRAWS
-from laplace_invariance.autoencoder import LAYERS
+from laplace_invariance.augmentations.base import DRAWS
+from laplace_invariance.autoencoder import LAYER_KINDS
 from laplace_invariance.cli import VERBS
 from laplace_invariance.datasets.synthetic import PAIR_TASKS
 from laplace_invariance.experiments import choices
@@ -34,10 +34,10 @@ KNOWN = {
     "LearnMethod": choices.LEARN_METHODS,
     "MeasureMethod": choices.MEASURE_METHODS,
     "NetworkName": LEARN_NETWORKS,
-    "PairsLayer": LAYERS,
+    "PairsLayer": LAYER_KINDS,
     "PairsTask": PAIR_TASKS,
     "PriorStructure": choices.LAYERS_PRIORS,
-    "Transform": datasets.KINDS,
+    "Transform": datasets.TRANSFORM_KINDS,
     "VariationalMethod": choices.VARIATIONAL_METHODS,
 }
 CONFIGS = [verb.config for verb in VERBS.values()]
@@ -50,9 +50,9 @@ def test_choices_are_those_that_the_library_knows(name):
 
 def test_choices_of_parts_are_known():
     assert get_args(choices.PairsTask) == tuple(choices.PAIRS_TASKS)
-    assert set(get_args(choices.Rotation)) < set(datasets.KINDS)
+    assert set(get_args(choices.Rotation)) < set(datasets.TRANSFORM_KINDS)
     assert {"plain", *datasets.QUADRANT_TASKS} == set(choices.LAYERS_TASKS)
-    assert all(source in ImagesConfig.__doc__ for source in datasets.SOURCES)
+    assert all(source in ImagesConfig.__doc__ for source in datasets.IMAGE_SOURCES)
     assert all(path in LayersConfig.__doc__ for path in PATHS)
 
 
