@@ -82,9 +82,7 @@ class RunDirectory:
     def __init__(
         self, out: str | Path | None, config: Config | None = None, resume: bool = False
     ) -> None:
-        self.out: Path | None = None
-        if out is not None:
-            self.out = Path(out)
+        self.out = None if out is None else Path(out)
         self.config = config
         self.resume = resume
         self._stack = ExitStack()
@@ -241,7 +239,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def say(line: str, progress_bar: bool) -> None:
-    """Print a line about progress to standard error, where progress bars are, if these are shown."""
+    """Print a line to standard error, where progress bars are, if these are shown."""
     if progress_bar:
         print(line, file=sys.stderr, flush=True)
 
