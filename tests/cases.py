@@ -1,4 +1,4 @@
-"""Layers to test every rule and every engine on: how to build one, and the shape of a batch of its inputs."""
+"""Layers to test every rule and engine on: how to build one, and the shape of its inputs."""
 
 from torch import nn
 

@@ -11,15 +11,11 @@ from torch import Tensor, nn
 def parameter_jacobian(model: nn.Module, outputs: Tensor) -> Tensor:
     """Jacobian ``[batch, C, P]`` of outputs ``[batch, C]``, one scalar at a time."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    rows = [
-        torch.cat([
-            g.flatten()
-            for g in torch.autograd.grad(
-                value, parameters, retain_graph=True, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-        ])
-        for value in outputs.flatten()
-    ]  # fmt: skip
+    options = {"retain_graph": True, "create_graph": True, "allow_unused": True}
+    rows = []
+    for value in outputs.flatten():
+        gradients = torch.autograd.grad(value, parameters, materialize_grads=True, **options)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     return torch.stack(rows).view(*outputs.shape, -1)
 
 
@@ -49,20 +45,27 @@ def block_diagonal(matrix: Tensor, model: nn.Module) -> Tensor:
 
 
 def central_differences(
-    function: Callable[[], Tensor], tensor: Tensor, step: float = 1e-5
+    function: Callable[[], Tensor],
+    tensor: Tensor,
+    step: float = 1e-5,
+    entries: Tensor | None = None,
 ) -> Tensor:
-    """Derivative of ``function()`` in ``tensor``, which it reads, entry by entry."""
-    result = torch.zeros_like(tensor)
-    flat, values = result.view(-1), tensor.detach().view(-1)  # shares memory with the tensor
-    for i in range(values.numel()):
+    """Derivative of ``function()`` in ``tensor``, which it reads, entry by entry.
+
+    Of some entries only, as a vector, if their indices into the flattened tensor are given.
+    """
+    values = tensor.detach().view(-1)  # shares memory with the tensor
+    indices = range(values.numel()) if entries is None else entries.tolist()
+    result = values.new_zeros(len(indices))
+    for position, i in enumerate(indices):
         original = values[i].item()
         values[i] = original + step
-        above = float(function())
+        above = float(torch.as_tensor(function()).detach())
         values[i] = original - step
-        below = float(function())
+        below = float(torch.as_tensor(function()).detach())
         values[i] = original
-        flat[i] = (above - below) / (2 * step)
-    return result
+        result[position] = (above - below) / (2 * step)
+    return result.view_as(tensor) if entries is None else result
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,51 +1,66 @@
-"""Backends for laplace-torch whose curvature knows about samples, and differentiates in hyperparameters.
+"""Backends for laplace-torch that know about samples, and differentiate in hyperparameters.
 
-``laplace.Laplace(model, ..., backend=AugmentedGGN)``. Works on any model; on one without an ``InvariantModel`` inside it is
-an ordinary backend that also covers normalisation layers, grouped convolutions and embeddings.
+``laplace.Laplace(model, ..., backend=AugmentedGGN)``. Works on any model; on one without an
+``InvariantModel`` inside it is an ordinary backend that also covers normalisation layers, grouped
+convolutions and embeddings.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from laplace.curvature.curvature import CurvatureInterface, EFInterface, GGNInterface
 from laplace.utils import Likelihood
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature.engines import Engine
+from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.kron import DifferentiableKron
-from laplace_invariance.curvature.recompute import checkpointed, pull_back_through
-from laplace_invariance.curvature.rules import Block
-from laplace_invariance.curvature.trace.calls import Trace
-from laplace_invariance.curvature.trace.chunks import ChunkedTrace
+from laplace_invariance.curvature.rules import MatrixBlock, no_factors
+from laplace_invariance.curvature.trace import chunks
+from laplace_invariance.curvature.trace.chunks import AnyTrace, Chunk, ChunkedTrace
 from laplace_invariance.curvature.trace.matching import Match, match
-from laplace_invariance.curvature.trace.shortcuts import shortcuts
-from laplace_invariance.draws import fixed_draws, recording, replaying, taped
-from laplace_invariance.hyper import differentiable, hyperparameters, is_differentiable
-from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.draws import fixed_draws, taped
 
 __all__ = ["AugmentedEF", "AugmentedGGN"]
 
-# Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all columns with respect to the layers'
-# outputs or, where a Jacobian is formed, to the parameters. Benchmarks.md has measurements.
+# Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all
+# columns with respect to the layers' outputs or, where a Jacobian is formed, to the parameters;
+# the forward pass counts as some more columns. benchmarks/README.md has measurements.
 CHUNK_ELEMENTS = 2**26
+FORWARD_TENSORS = 4
 
-AnyTrace = Trace | ChunkedTrace
-Curvature = Callable[[AnyTrace, Tensor], list[Tensor]]
+# Directions to backpropagate, each [batch, C], and their weights M, None for the identity.
+Columns = tuple[Sequence[Tensor], Tensor | None]
 
 
 class _AugmentedCurvature(CurvatureInterface):
-    """What AugmentedGGN and AugmentedEF have in common: everything but the directions that are backpropagated."""
+    """All of AugmentedGGN and AugmentedEF but the directions that are backpropagated."""
 
-    def _configure(
-        self, kfac_approx: str, per_slot: bool, chunk_size: int | None, on_unsupported: str
+    engine: ClassVar[Engine] = AutogradEngine()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: torch.LongTensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        kfac_approx: str = "expand",
+        per_slot: bool = False,
+        chunk_size: int | None = None,
+        on_unsupported: str = "error",
+        **kwargs: Any,
     ) -> None:
+        keys = (dict_key_x, dict_key_y)
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, *keys, **kwargs)
         if kfac_approx not in ("expand", "reduce"):
             raise ValueError(f"kfac_approx must be 'expand' or 'reduce', got {kfac_approx!r}")
         if on_unsupported not in ("error", "diag"):
@@ -58,152 +73,215 @@ class _AugmentedCurvature(CurvatureInterface):
         self.per_slot = per_slot
         self.chunk_size = chunk_size
         self.on_unsupported = on_unsupported
-        self._match: Match | None = None
+        self._last_match: Match | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_match": None
-        }  # rules are closures, which cannot be pickled; it is matched again when used
-
-    def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Return the directions to backpropagate, each ``[batch, C]``, and their weights ``M``, None for the identity."""
-        raise NotImplementedError
-
-    def _n_columns(self, n_outputs: int) -> int:
-        """Return how many directions there will be."""
-        raise NotImplementedError
+        # rules are closures, which cannot be pickled; a copy matches again when it is used
+        return self.__dict__ | {"_last_match": None}
 
     # The interface of laplace.
 
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
-        """Return loss and Kronecker factors of a batch, ``[G, A / N]`` per matrix, differentiable in hyperparameters."""
+        """Return loss and Kronecker factors of a batch, differentiable in hyperparameters.
+
+        Returns:
+            The summed loss, and for each matrix ``[G, A / N]``, for other parameters ``[H]``.
+
+        Raises:
+            NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
+        """
         if kwargs:
-            raise TypeError(
-                f"unknown arguments {sorted(kwargs)}; options of the backend go into backend_kwargs"
-            )
-        matched = self._matched(x)
-        if matched.unsupported and self.on_unsupported == "error":
-            raise NotImplementedError(matched.complaint())
-        lengths: list[int] = []
-
-        def factors(trace: AnyTrace, y: Tensor) -> list[Tensor]:
-            columns, weights = self._columns(trace.outputs, y)
-            inputs, gradients = trace.averaged_inputs(), trace.averaged_gradients(columns)
-            blocks: list[list[Tensor]] = []
-            for index in self._indices:
-                twin = matched.twins.get(index)
-                if (
-                    twin is not None
-                    and twin < index
-                    and twin in gradients
-                    and gradients[twin].shape[2:-1].numel() == 1
-                ):
-                    blocks.append(
-                        [blocks[twin][0]]
-                    )  # one position: the block of the bias is the factor G
-                else:
-                    blocks.append(
-                        self._factors(index, inputs.get(index), gradients.get(index), weights, N)
-                    )
-            lengths[:] = [len(block) for block in blocks]
-            return [factor for block in blocks for factor in block]
-
-        loss, *flat = self._differentiable(factors, x, y)
-        rest = iter(flat)
-        return loss, DifferentiableKron([[next(rest) for _ in range(length)] for length in lengths])
+            names = sorted(kwargs)
+            raise TypeError(f"unknown arguments {names}; backend options go into backend_kwargs")
+        matched = self._prepare(x)
+        if matched.objection is not None and self.on_unsupported == "error":
+            raise NotImplementedError(matched.objection)
+        factors = partial(self._factors, matched=matched, N=N)
+        loss, *found = self._sum(factors, x, y, matched)
+        rest = iter(found)
+        kfacs = []
+        for block in matched.blocks:
+            n_factors = 2 if isinstance(block, MatrixBlock) else 1
+            kfacs.append([next(rest) for _ in range(n_factors)])
+        return loss, DifferentiableKron(kfacs)
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return loss and exact diagonal ``[P]`` of a batch, differentiable in hyperparameters."""
-
-        def diagonal(trace: AnyTrace, y: Tensor) -> list[Tensor]:
-            columns, weights = self._columns(trace.outputs, y)
-            return [kfac.weighted_diagonal(self._jacobian(trace, columns), weights)]
-
-        return self._differentiable(diagonal, x, y, explicit=True)
+        return self._exact(kfac.weighted_diagonal, x, y)
 
     def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return loss and exact curvature ``[P, P]`` of a batch, differentiable in hyperparameters."""
+        """Return loss and exact curvature ``[P, P]``, differentiable in hyperparameters."""
+        return self._exact(kfac.gram, x, y)
 
-        def dense(trace: AnyTrace, y: Tensor) -> list[Tensor]:
-            columns, weights = self._columns(trace.outputs, y)
-            return [kfac.gram(self._jacobian(trace, columns), weights)]
+    def _exact(
+        self, product: Callable[[Tensor, Tensor | None], Tensor], x: Any, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        def curvature(trace: AnyTrace, y: Tensor) -> list[Tensor]:
+            columns, weights = self._columns(trace, y)
+            return [product(self._jacobian(trace, columns), weights)]
 
-        return self._differentiable(dense, x, y, explicit=True)
+        loss, result = self._sum(curvature, x, y, self._prepare(x), explicit=True)
+        return loss, result
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Return Jacobians ``[batch, C, P]`` and outputs ``[batch, C]``, with the fixed draws of predictions."""
-        self._matched(x)
+        """Return Jacobians ``[batch, C, P]`` and outputs ``[batch, C]``, as for predictions.
+
+        Args:
+            x: Inputs ``[batch, ...]``; the draws of their samples are the fixed ones.
+            enable_backprop: Whether the results can be differentiated with respect to ``x``.
+        """
+        matched = self._prepare(x)
         jacobians, outputs = [], []
         with torch.enable_grad(), fixed_draws():
-            for chunk in self._chunks(x, explicit=True):
-                run = (
-                    self._run(self.model, chunk, create_graph=True)
-                    if enable_backprop
-                    else self._trace(chunk)
-                )
+            for chunk in chunks.split(x, self._chunk_size(matched, True), self.dict_key_x):
+                run = self._trace(chunk.x, matched)
+                if enable_backprop:
+                    run = AutogradEngine(differentiate=True).run(self.model, chunk.x, matched)
                 with run as trace:
-                    units = torch.eye(trace.outputs.shape[-1]).to(trace.outputs)
-                    jacobians.append(
-                        self._jacobian(trace, [unit.expand_as(trace.outputs) for unit in units])
-                    )
-                    outputs.append(trace.outputs)
+                    output = trace.outputs
+                    jacobian = self._jacobian(trace, kfac.unit_directions(output))
                 if not enable_backprop:
-                    jacobians[-1], outputs[-1] = jacobians[-1].detach(), outputs[-1].detach()
+                    jacobian, output = jacobian.detach(), output.detach()
+                jacobians.append(jacobian)
+                outputs.append(output)
         return torch.cat(jacobians), torch.cat(outputs)
 
-    functorch_jacobians = jacobians  # what laplace asks for when "asdl" is part of a backend's name
+    functorch_jacobians = jacobians  # laplace's name if "asdl" is part of that of the backend
 
     def last_layer_jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Return Jacobians of the last layer and outputs; features alone would not do, there are several per input."""
+        """Return Jacobians of the last layer, whose features are several per input, and outputs."""
         return self.jacobians(x, enable_backprop)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of each input's loss, ``[batch, P]``, and the summed loss, with fresh draws."""
-        self._matched(x)
-        chunks = self._chunks(x, explicit=True)
+        """Return the gradient ``[batch, P]`` of each input's loss, and the summed loss.
+
+        Args:
+            x: Inputs ``[batch, ...]``; the draws of their samples are fresh.
+            y: Targets.
+        """
+        matched = self._prepare(x)
         gradients, loss = [], torch.zeros(())
         with torch.enable_grad():
-            for chunk, targets in zip(chunks, self._split(y, chunks), strict=True):
-                with self._trace(chunk) as trace:
+            for chunk in chunks.split(x, self._chunk_size(matched, True), self.dict_key_x):
+                targets = y[chunk.rows]
+                with self._trace(chunk.x, matched) as trace:
                     column = self._loss_gradient(trace.outputs, targets).detach()
                     gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
                     loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
         return torch.cat(gradients), loss
 
-    # Curvature of one chunk.
+    # A batch: what is matched, how it is split, and the sum over its parts.
 
-    def _factors(
+    def _prepare(self, x: Any) -> Match:
+        """Check the inputs, and match parameters with layers on the first of them."""
+        chunks.check_finite(x)
+        matched = self._last_match
+        # one input does not show whether the first axis is that of the batch
+        if matched is None or matched.n_inputs < min(2, chunks.batch_size(x, self.dict_key_x)):
+            matched = match(self._model, self.params, self.model, chunks.part_of(x, slice(2)))
+            if self.likelihood == Likelihood.CLASSIFICATION and matched.n_outputs < 2:
+                raise ValueError(
+                    "classification needs an output for each of at least two classes, "
+                    "the model has one output"
+                )
+            self._last_match = matched
+        return matched
+
+    def _chunk_size(self, matched: Match, explicit: bool) -> int:
+        """Return the number of inputs with ``chunk_size`` rows, or with gradients of bounded size.
+
+        A Jacobian in all parameters is formed if ``explicit``.
+        """
+        if matched.others:  # autograd sums over the batch, so there must be one input in it
+            return 1
+        if self.chunk_size is not None:
+            return self.chunk_size // matched.n_samples()
+        elements = matched.size
+        if explicit:
+            elements += sum(parameter.numel() for parameter in matched.parameters)
+        return CHUNK_ELEMENTS // (elements * (self._n_columns(matched.n_outputs) + FORWARD_TENSORS))
+
+    def _sum(
         self,
-        index: int,
-        inputs: Tensor | None,
-        gradients: Tensor | None,
-        weights: Tensor | None,
-        N: int,
-    ) -> list[Tensor]:
-        parameter, block = self.params[index], self._match.blocks.get(index)
-        if gradients is None:  # its layer was not called
-            return _zeros(parameter, block, self.per_slot)
-        if block is None:
-            return [kfac.weighted_diagonal(gradients, weights)]
-        if block.elementwise:
-            return [kfac.gram(gradients, weights)]
-        kinds = {"slotted_columns": block.slotted_columns, "per_slot": self.per_slot}
-        outer, inner = kfac.factors(inputs, gradients, weights, N, self.kfac_approx, **kinds)
-        return [inner, outer] if block.transposed else [outer, inner]
+        curvature: Callable[[AnyTrace, Tensor], list[Tensor]],
+        x: Any,
+        y: Tensor,
+        matched: Match,
+        explicit: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Sum loss and curvature over chunks, differentiably in hyperparameters."""
+        if (n := chunks.batch_size(x, self.dict_key_x)) != len(y):
+            raise ValueError(f"there are {len(y)} targets for {n} inputs")
+
+        def terms(chunk: Chunk, differentiate: bool) -> list[Tensor]:
+            with self._trace(chunk.x, matched, differentiate) as trace:
+                outputs, targets = trace.outputs, y[chunk.rows]
+                if self.likelihood == Likelihood.REGRESSION and targets.shape != outputs.shape:
+                    raise ValueError(
+                        f"targets {list(targets.shape)} must have the shape of the outputs "
+                        f"{list(outputs.shape)}"
+                    )
+                return [self.factor * self.lossfunc(outputs, targets), *curvature(trace, targets)]
+
+        size = self._chunk_size(matched, explicit)
+        return chunks.sum_over(chunks.split(x, size, self.dict_key_x), terms, matched)
+
+    # A chunk: its trace, and the curvature that is made of it.
+
+    def _trace(
+        self, x: Any, matched: Match, differentiate: bool = False
+    ) -> AbstractContextManager[AnyTrace]:
+        """Run the model; in parts, if one input has more samples than a chunk has rows."""
+        engine = AutogradEngine() if differentiate else self.engine
+        size = self.chunk_size
+        if size is not None and matched.is_average() and matched.n_samples() > size:
+            return nullcontext(ChunkedTrace(x, matched, size, engine, differentiate))
+        if differentiate:
+            engine = AutogradEngine(differentiate=True)
+        return engine.run(self.model, x, matched)
+
+    def _columns(self, trace: AnyTrace, y: Tensor) -> Columns:
+        """Return the directions to backpropagate, and their weights."""
+        raise NotImplementedError
+
+    def _n_columns(self, n_outputs: int) -> int:
+        """Return the number of directions that will be backpropagated."""
+        raise NotImplementedError
+
+    def _factors(self, trace: AnyTrace, y: Tensor, matched: Match, N: int) -> list[Tensor]:
+        """Return the Kronecker factors of all parameters, two for each matrix."""
+        columns, weights = self._columns(trace, y)
+        inputs, gradients = trace.averaged_inputs(), trace.averaged_gradients(columns)
+        factors: list[list[Tensor]] = []
+        for index, parameter in enumerate(matched.parameters):
+            block, a, g = matched.blocks[index], inputs[index], gradients[index]
+            twin = matched.twins.get(index, index)
+            weight = gradients[twin]
+            if g is None:  # its layer was not called
+                own = no_factors(block, parameter, self.per_slot)
+            elif isinstance(block, MatrixBlock) and a is not None:
+                own = block.factors(a, g, weights, N, self.kfac_approx, self.per_slot)
+            elif twin < index and weight is not None and weight.shape[2:-1].numel() == 1:
+                own = factors[twin][:1]  # with one position, the block of a bias is the factor G
+            elif block is None:
+                own = [kfac.weighted_diagonal(g, weights)]
+            else:
+                own = [kfac.gram(g, weights)]
+            factors.append(own)
+        return [factor for own in factors for factor in own]
 
     def _jacobian(self, trace: AnyTrace, columns: Sequence[Tensor]) -> Tensor:
         """Return the derivatives ``[batch, column, P]`` in all parameters, in their order."""
-        exact = trace.jacobian_columns(columns)
-        shape = (trace.batch, len(columns))
-        zeros = {
-            i: self.params[i].new_zeros(*shape, self.params[i].numel())
-            for i in self._indices
-            if i not in exact
-        }
-        jacobian = torch.cat([exact[i] if i in exact else zeros[i] for i in self._indices], dim=-1)
-        return (
-            jacobian if self.subnetwork_indices is None else jacobian[..., self.subnetwork_indices]
-        )
+        shape = (len(trace.outputs), len(columns))
+        found = []
+        for parameter, exact in zip(self.params, trace.jacobian_columns(columns), strict=True):
+            if exact is None:  # its layer was not called
+                exact = parameter.new_zeros(*shape, parameter.numel())
+            found.append(exact)
+        jacobian = torch.cat(found, dim=-1)
+        if self.subnetwork_indices is None:
+            return jacobian
+        return jacobian[..., self.subnetwork_indices]
 
     def _loss_gradient(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the derivative of the summed loss in the outputs, differentiable in these."""
@@ -211,198 +289,31 @@ class _AugmentedCurvature(CurvatureInterface):
             return 2 * (outputs - y)
         return outputs.softmax(-1) - nn.functional.one_hot(y, outputs.shape[-1])
 
-    # From chunks to a batch, and into the graph.
-
-    def _differentiable(
-        self, curvature: Curvature, x: Any, y: Tensor, explicit: bool = False
-    ) -> tuple[Tensor, ...]:
-        """Sum loss and curvature over chunks, as one node of the graph that recomputes them with a graph of its own."""
-        self._matched(x)
-        chunks = self._chunks(x, explicit)
-        targets = self._split(y, chunks)
-        tapes: list[list[Tensor]] = [[] for _ in chunks]
-        hyper = self._hyperparameters()
-        weights_then = self._fingerprint()
-
-        def outputs(chunk: Any, y: Tensor, create_graph: bool) -> list[Tensor]:
-            with self._trace(chunk, create_graph) as trace:
-                if self.likelihood == Likelihood.REGRESSION and y.shape != trace.outputs.shape:
-                    raise ValueError(
-                        f"targets {list(y.shape)} must have the shape of the outputs {list(trace.outputs.shape)}"
-                    )
-                return [self.factor * self.lossfunc(trace.outputs, y), *curvature(trace, y)]
-
-        def evaluate() -> list[Tensor]:
-            totals: list[Tensor] = []
-            for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
-                with recording(tape):
-                    terms = [term.detach() for term in outputs(chunk, target, create_graph=False)]
-                totals = (
-                    [total + term for total, term in zip(totals, terms, strict=True)]
-                    if totals
-                    else terms
-                )
-            return totals
-
-        def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-            if not torch.allclose(self._fingerprint(), weights_then, rtol=1e-5):
-                raise RuntimeError(
-                    "the weights changed after fit(), so its evidence has no gradient any more; fit again"
-                )
-            totals = [torch.zeros_like(tensor) for tensor in hyper]
-            for chunk, target, tape in zip(chunks, targets, tapes, strict=True):
-                with replaying(tape), differentiable(), self._twice_differentiable():
-                    terms = outputs(chunk, target, create_graph=True)
-                    gradients = pull_back_through(terms, cotangents, hyper)
-                totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
-            return totals
-
-        return checkpointed(evaluate, pull_back, hyper)
-
-    @contextmanager
-    def _twice_differentiable(self) -> Iterator[None]:
-        """Run layers so that their backward pass can be differentiated: at all (attention), and cheaply."""
-        modules = [] if self._match.others else list(self.model.modules())
-        with sdpa_kernel(SDPBackend.MATH), shortcuts(modules):
-            yield
-
-    @property
-    def _indices(self) -> range:
-        return range(len(self.params))
-
-    def _fingerprint(self) -> Tensor:
-        """Return numbers that tell whether the weights are the same."""
-        return torch.stack([parameter.detach().abs().sum() for parameter in self.params])
-
-    def _hyperparameters(self) -> list[Tensor]:
-        return [tensor for tensor in hyperparameters(self.model) if tensor.requires_grad]
-
-    def _trace(self, x: Any, create_graph: bool = False) -> AbstractContextManager[AnyTrace]:
-        """Run the model on a chunk; if even one input has more samples than a chunk has rows, in parts."""
-        size = self.chunk_size
-        if size is not None and self._invariant_models() == [self.model] and self._samples() > size:
-            draws = self.model.draw(len(x))
-            parts = [slice(start, start + size) for start in range(0, draws.shape[1], size)]
-            runs = [
-                partial(self._run, partial(self.model.average, draws=draws, part=part), x)
-                for part in parts
-            ]
-            return nullcontext(ChunkedTrace(runs, self._hyperparameters()))
-        return self._run(self.model, x, create_graph)
-
-    def _run(
-        self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool = False
-    ) -> AbstractContextManager[Trace]:
-        """Run the model forward: by the engine, or by autograd to differentiate; its gradients are to be had inside."""
-        if create_graph or is_differentiable():
-            return self._by_autograd(forward, x, create_graph)
-        return self._by_engine(forward, x)
-
-    def _by_engine(self, forward: Callable[[Any], Tensor], x: Any) -> AbstractContextManager[Trace]:
-        return self._by_autograd(forward, x, create_graph=False)
-
-    @contextmanager
-    def _by_autograd(
-        self, forward: Callable[[Any], Tensor], x: Any, create_graph: bool
-    ) -> Iterator[Trace]:
-        layers = self._match.layers
-        with layers.capture() as calls:
-            outputs = forward(x)
-        layers.check(calls)
-        yield Trace(outputs, calls, self._match.others, create_graph)
-
-    def _samples(self) -> int:
-        """Return the number of rows that one input becomes."""
-        return math.prod(
-            model.augmentation.count(model.n_samples) for model in self._invariant_models()
-        )
-
-    def _invariant_models(self) -> list[InvariantModel]:
-        return [module for module in self.model.modules() if isinstance(module, InvariantModel)]
-
-    def _batch_size(self, x: Any) -> int:
-        return len(x[self.dict_key_x] if isinstance(x, MutableMapping) else x)
-
-    def _split(self, y: Tensor, chunks: Sequence[Any]) -> tuple[Tensor, ...]:
-        return y.split([self._batch_size(chunk) for chunk in chunks])
-
-    def _chunks(self, x: Any, explicit: bool) -> list[Any]:
-        """Split a batch so that a part has at most ``chunk_size`` rows, and its gradients a bounded size."""
-        n = self._batch_size(x)
-        elements = self._match.size + (
-            sum(parameter.numel() for parameter in self.params) if explicit else 0
-        )
-        size = CHUNK_ELEMENTS // (
-            elements * (self._n_columns(self._match.n_outputs) + 4)
-        )  # 4: the forward pass
-        if self.chunk_size is not None:
-            size = self.chunk_size // self._samples()
-        if self._match.others:  # autograd sums over the batch, so there must be one input in it
-            size = 1
-        size = max(1, size)
-        return [_part(x, start, min(start + size, n)) for start in range(0, n, size)]
-
-    def _matched(self, x: Any) -> Match:
-        """Check the input, and match parameters with layers when called first."""
-        for part in x.values() if isinstance(x, MutableMapping) else [x]:
-            if (
-                isinstance(part, Tensor)
-                and part.is_floating_point()
-                and not torch.isfinite(part).all()
-            ):
-                raise ValueError(
-                    "the input holds NaN or infinite values, which would make the evidence NaN as well"
-                )
-        if self._match is None or self._match.n_inputs < min(2, self._batch_size(x)):
-            self._match = match(self._model, self.params, self.model, _part(x, 0, 2))
-            if self.likelihood == Likelihood.CLASSIFICATION and self._match.n_outputs < 2:
-                raise ValueError(
-                    "classification needs an output for each of at least two classes, the model has one output"
-                )
-        return self._match
-
-
-def _zeros(parameter: Tensor, block: Block | None, per_slot: bool) -> list[Tensor]:
-    """Return Kronecker factors of no curvature at all, in the shape that others would have."""
-    if block is None:
-        return [parameter.new_zeros(parameter.numel())]
-    if block.elementwise:
-        return [parameter.new_zeros(parameter.numel(), parameter.numel())]
-    rows, columns, slots = len(parameter), parameter[0].numel(), block.slots
-    if block.slotted_columns:
-        outer = (slots, rows, rows) if per_slot else (rows, rows)
-        return [
-            parameter.new_zeros(outer),
-            parameter.new_zeros(slots, columns // slots, columns // slots),
-        ]
-    return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns, columns)]
-
-
-def _part(x: Any, start: int, stop: int) -> Any:
-    """Return inputs ``start`` to ``stop`` of a tensor or of a mapping with tensors in it."""
-    if isinstance(x, MutableMapping):
-        return type(x)({k: v[start:stop] if isinstance(v, Tensor) else v for k, v in x.items()})
-    return x[start:stop]
-
 
 class AugmentedGGN(_AugmentedCurvature, GGNInterface):
-    """Generalised Gauss-Newton of a network averaged over samples, differentiable in its hyperparameters.
+    """Generalised Gauss-Newton of an averaged network, differentiable in its hyperparameters.
 
     Args:
-        model: any module that maps ``[batch, ...]`` to ``[batch, outputs]``; an ``InvariantModel`` averages over samples.
+        model: Maps ``[batch, ...]`` to ``[batch, C]``; an ``InvariantModel`` averages samples.
         likelihood: ``"classification"`` or ``"regression"``.
-        last_layer, subnetwork_indices, dict_key_x, dict_key_y: as in laplace-torch.
-        stochastic: estimate the loss Hessian from random directions instead of all of them.
-        num_samples: how many.
-        output_rank: use this many leading eigenvectors of each input's loss Hessian (classification). A trained network
-            confuses few classes, so two or three often carry nearly all of it; ``discarded`` tells. The gradient holds
-            the eigenvectors fixed, which is exact at full rank.
+        last_layer: Whether to consider the last layer only, of laplace's ``FeatureExtractor``.
+        subnetwork_indices: Indices of the parameters to consider in ``diag`` and ``full``.
+        dict_key_x: Key of the inputs, for models that take a mapping.
+        dict_key_y: Key of the targets, for models that take a mapping.
+        stochastic: Estimate the loss Hessian from random directions instead of all of them.
+        num_samples: Number of random directions.
+        output_rank: Number of leading eigenvectors of each input's loss Hessian to use
+            (classification). A trained network confuses few classes, so two or three often carry
+            nearly all of it; ``discarded`` tells. The gradient holds the eigenvectors fixed,
+            which is exact at full rank.
         kfac_approx: ``"expand"`` or ``"reduce"``, for weights that are shared over positions.
-        per_slot: for layers whose matrix has a part for each slot (factored and sparse fully connected ones), a gradient factor
-            for each slot as well, instead of their mean: closer to the curvature, at no further backward pass.
-        chunk_size: rows (inputs times samples) to propagate at once; fewer need less memory and, below the number of
-            samples of one input, further forward passes.
-        on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a rule in ``kron``.
+        per_slot: Whether layers whose matrix has a part for each slot (factored and sparse fully
+            connected ones) have a gradient factor for each slot as well, instead of their mean:
+            closer to the curvature, at no further backward pass.
+        chunk_size: Number of rows (inputs times samples) to propagate at once; fewer need less
+            memory and, below the number of samples of one input, further forward passes.
+        on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a
+            rule in ``kron``.
     """
 
     def __init__(
@@ -417,22 +328,11 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         num_samples: int = 1,
         *,
         output_rank: int | None = None,
-        kfac_approx: str = "expand",
-        per_slot: bool = False,
-        chunk_size: int | None = None,
-        on_unsupported: str = "error",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model,
-            likelihood,
-            last_layer,
-            subnetwork_indices,
-            dict_key_x,
-            dict_key_y,
-            stochastic,
-            num_samples,
-        )
-        self._configure(kfac_approx, per_slot, chunk_size, on_unsupported)
+        options |= {"stochastic": stochastic, "num_samples": num_samples}
+        keys = (dict_key_x, dict_key_y)
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, *keys, **options)
         if output_rank is not None and output_rank < 1:
             raise ValueError(f"output_rank must be positive or None, got {output_rank}")
         if output_rank is not None and likelihood == Likelihood.REGRESSION:
@@ -444,74 +344,70 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         if num_samples < 1:
             raise ValueError(f"num_samples must be positive, got {num_samples}")
         self.output_rank = output_rank
-        self._trace_kept = self._trace_total = 0.0
+        self._trace_kept = 0.0
+        self._trace_total = 0.0
 
     @property
     def discarded(self) -> float:
-        """The share of the loss Hessian's trace that ``output_rank`` left out, over all batches so far."""
-        return 1 - self._trace_kept / self._trace_total if self._trace_total else 0.0
+        """Share of the loss Hessian's trace that ``output_rank`` left out, over all batches."""
+        if self._trace_total == 0:
+            return 0.0
+        return 1 - self._trace_kept / self._trace_total
 
     def _n_columns(self, n_outputs: int) -> int:
-        return (
-            self.num_samples if self.stochastic else min(self.output_rank or n_outputs, n_outputs)
-        )
-
-    def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
-        classes = outputs.shape[-1]
         if self.stochastic:
-            shape = (self.num_samples, *outputs.shape)
-            signs = taped(
-                lambda: torch.randint(2, shape, device=outputs.device).to(outputs.dtype) * 2 - 1
-            )
-            columns = (
-                signs
-                if self.likelihood == Likelihood.REGRESSION
-                else kfac.sampled_directions(outputs, signs)
-            )
-            return columns / self.num_samples**0.5, None
+            return self.num_samples
+        return min(self.output_rank or n_outputs, n_outputs)
+
+    def _columns(self, trace: AnyTrace, y: Tensor) -> Columns:
+        outputs = trace.outputs
+        if self.stochastic:
+            return self._sampled_columns(outputs), None
         if self.likelihood == Likelihood.REGRESSION:
-            return [unit.expand_as(outputs) for unit in torch.eye(classes).to(outputs)], None
+            return kfac.unit_directions(outputs), None
+        classes = outputs.shape[-1]
         hessian = kfac.softmax_hessian(outputs)
         if self.output_rank is None or self.output_rank >= classes - 1:
             directions = kfac.complement_basis(classes, outputs).expand(len(outputs), -1, -1)
         else:
             directions, kept, total = kfac.leading_directions(hessian.detach(), self.output_rank)
-            if not is_differentiable():  # once per batch, not again in its backward pass
-                self._trace_kept, self._trace_total = (
-                    self._trace_kept + kept.item(),
-                    self._trace_total + total.item(),
-                )
+            if not trace.differentiate:  # once per batch, not again in its backward pass
+                self._trace_kept += kept.item()
+                self._trace_total += total.item()
         return directions.unbind(-1), directions.mT @ hessian @ directions
+
+    def _sampled_columns(self, outputs: Tensor) -> Sequence[Tensor]:
+        shape = (self.num_samples, *outputs.shape)
+        signs = taped(
+            lambda: torch.randint(2, shape, device=outputs.device).to(outputs.dtype) * 2 - 1
+        )
+        if self.likelihood == Likelihood.CLASSIFICATION:
+            signs = kfac.sampled_directions(outputs, signs)
+        return (signs / self.num_samples**0.5).unbind()
 
 
 class AugmentedEF(_AugmentedCurvature, EFInterface):
-    """Empirical Fisher of a network averaged over samples, differentiable in its hyperparameters.
+    """Empirical Fisher of an averaged network, differentiable in its hyperparameters.
 
-    Scaled as in laplace-torch: ``factor * sum_n g_n g_n^T`` with ``g_n`` the gradient of ``lossfunc``.
+    Scaled as in laplace-torch: ``factor * sum_n g_n g_n^T``, ``g_n`` the gradient of ``lossfunc``.
 
-    Args: as for :class:`AugmentedGGN`.
+    Args:
+        model: Maps ``[batch, ...]`` to ``[batch, C]``; an ``InvariantModel`` averages samples.
+        likelihood: ``"classification"`` or ``"regression"``.
+        last_layer: Whether to consider the last layer only, of laplace's ``FeatureExtractor``.
+        subnetwork_indices: Indices of the parameters to consider in ``diag`` and ``full``.
+        dict_key_x: Key of the inputs, for models that take a mapping.
+        dict_key_y: Key of the targets, for models that take a mapping.
+        kfac_approx: ``"expand"`` or ``"reduce"``, for weights that are shared over positions.
+        per_slot: Whether layers with slots have a gradient factor for each, not their mean.
+        chunk_size: Number of rows (inputs times samples) to propagate at once.
+        on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a
+            rule in ``kron``.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: torch.LongTensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        kfac_approx: str = "expand",
-        per_slot: bool = False,
-        chunk_size: int | None = None,
-        on_unsupported: str = "error",
-    ) -> None:
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self._configure(kfac_approx, per_slot, chunk_size, on_unsupported)
 
     def _n_columns(self, n_outputs: int) -> int:
         return 1
 
-    def _columns(self, outputs: Tensor, y: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
+    def _columns(self, trace: AnyTrace, y: Tensor) -> Columns:
         # the root of the factor goes into the column, so that no weights are needed
-        return [self.factor**0.5 * self._loss_gradient(outputs, y)], None
+        return [self.factor**0.5 * self._loss_gradient(trace.outputs, y)], None

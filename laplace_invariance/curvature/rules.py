@@ -1,34 +1,46 @@
 """What KFAC must know of a layer: which matrix it applies, to what, and at which positions.
 
-A *rule* maps a module to its :class:`Block` s, one per parameter. With ``x`` the module's input and ``g`` the gradient of
-some scalar with respect to its output, the gradient with respect to the parameter is, for each row (one input, one
-sample),
+A *rule* maps a module to its blocks, one per parameter. With ``x`` the module's input and ``g``
+the gradient of some scalar with respect to its output, the gradient with respect to the
+parameter is, for each row (one input, one sample),
 
-    matrix block:       sum_r g_r (x) a_r,      a = block.a(x)  [rows, shared, d_in],   g = block.g(g)  [rows, shared, d_out]
-    elementwise block:  sum_r g_r * a_r,        both [rows, shared, d]
+    MatrixBlock:       sum_r g_r (x) a_r,   a = block.a(x)  [rows, shared, d_in]
+                                            g = block.g(g)  [rows, shared, d_out]
+    ElementwiseBlock:  sum_r g_r * a_r,     both            [rows, shared, d]
 
-where ``r`` runs over the positions that share the parameter. Kronecker factors, diagonal, Jacobian and Gram matrices are
-then computed once for all layers. Rules are looked up by the exact type of a module, since a subclass may compute anything.
+where ``r`` runs over the positions that share the parameter. Kronecker factors, diagonal,
+Jacobian and Gram matrices are then computed once for all layers. Rules are looked up by the
+exact type of a module, since a subclass may compute anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
+
+from laplace_invariance.curvature import kfac
 
 __all__ = [
     "AnyBlock",
     "Block",
     "ElementwiseBlock",
     "MatrixBlock",
+    "blocks_of",
+    "convolution",
+    "extract_patches",
+    "no_factors",
     "register_rule",
-    "rule_of",
     "rules",
 ]
+
+Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,34 +50,48 @@ class MatrixBlock:
     Attributes:
         parameter: Name of the parameter in the module, e.g. ``"weight"``.
         a: Maps the module's input ``[rows, ...]`` to ``[rows, shared, d_in]``.
-        g: Maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d_out]``; always
-            linear.
+        g: Maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d_out]``;
+            always linear.
         linear: Whether ``a`` is linear in the input, so that samples may be averaged before it
             instead of after.
-        slots: Number of slots. Positions then have a further axis, ``[rows, shared, slots, d]``, and
-            slot ``q`` meets only the ``q``-th part of the parameter's rows (groups of a convolution).
-        slotted_columns: Whether slots split the columns of the parameter instead of its rows; the
-            axis is then there even for one slot.
+        slots: Number of slots. Positions then have a further axis, ``[rows, shared, slots, d]``,
+            and slot ``q`` meets only the ``q``-th part of the parameter's rows (groups of a
+            convolution).
+        slotted_columns: Whether slots split the columns of the parameter instead of its rows;
+            the axis is then there even for one slot.
         transposed: Whether the parameter is stored as ``[d_in, d_out]``.
     """
 
     parameter: str
-    a: Callable[[Tensor], Tensor]
-    g: Callable[[Tensor], Tensor]
+    a: Map
+    g: Map
     linear: bool = True
     slots: int = 1
     slotted_columns: bool = False
     transposed: bool = False
-    elementwise: ClassVar[bool] = False
 
-    @property
-    def kinds(self) -> dict[str, bool]:
-        """How the parameter is laid out, as ``kfac.jacobian`` wants to know it."""
-        return {
-            "elementwise": False,
-            "slotted_columns": self.slotted_columns,
-            "transposed": self.transposed,
-        }
+    def gradient_map(self, x: Tensor, batch: int) -> Map:
+        """Return the map from gradients of the module's output to those of the parameter.
+
+        Args:
+            x: The module's input ``[rows, ...]``.
+            batch: Number of inputs; samples and positions are summed over.
+
+        Returns:
+            A function from ``[rows, ...]`` to ``[batch, numel]``, exact for each input.
+        """
+        a = self.a(x)
+        return lambda g: kfac.jacobian(
+            a, self.g(g), batch, slotted_columns=self.slotted_columns, transposed=self.transposed
+        )
+
+    def factors(
+        self, a: Tensor, g: Tensor, weights: Tensor | None, N: int, approx: str, per_slot: bool
+    ) -> list[Tensor]:
+        """Return :func:`kfac.factors`, in the order in which the parameter is stored."""
+        slots = {"slotted_columns": self.slotted_columns, "per_slot": per_slot}
+        outer, inner = kfac.factors(a, g, weights, N, approx, **slots)
+        return [inner, outer] if self.transposed else [outer, inner]
 
 
 @dataclass(frozen=True)
@@ -74,64 +100,94 @@ class ElementwiseBlock:
 
     Attributes:
         parameter: Name of the parameter in the module, e.g. ``"bias"``.
-        a: Maps the module's input ``[rows, ...]`` to ``[rows, shared, d]``; None stands for ones (a
-            bias).
+        a: Maps the module's input ``[rows, ...]`` to ``[rows, shared, d]``; None stands for ones
+            (a bias).
         g: Maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d]``; always
             linear.
     """
 
     parameter: str
-    a: Callable[[Tensor], Tensor] | None
-    g: Callable[[Tensor], Tensor]
-    elementwise: ClassVar[bool] = True
-    linear: ClassVar[bool] = False
-    slots: ClassVar[int] = 1
-    slotted_columns: ClassVar[bool] = False
-    transposed: ClassVar[bool] = False
+    a: Map | None
+    g: Map
 
-    @property
-    def kinds(self) -> dict[str, bool]:
-        """How the parameter is laid out, as ``kfac.jacobian`` wants to know it."""
-        return {"elementwise": True, "slotted_columns": False, "transposed": False}
+    def gradient_map(self, x: Tensor, batch: int) -> Map:
+        """Return the map of gradients, as :meth:`MatrixBlock.gradient_map`."""
+        a = None if self.a is None else self.a(x)
+        return lambda g: kfac.elementwise_jacobian(a, self.g(g), batch)
 
 
 AnyBlock = MatrixBlock | ElementwiseBlock
 
 
+def no_factors(block: AnyBlock | None, parameter: Tensor, per_slot: bool) -> list[Tensor]:
+    """Return Kronecker factors of no curvature, in the shapes that others would have.
+
+    Args:
+        block: Block of the parameter, None for one without a rule.
+        parameter: The parameter.
+        per_slot: Whether matrices have a gradient factor for each slot of their columns.
+    """
+    if block is None:
+        return [parameter.new_zeros(parameter.numel())]
+    if isinstance(block, ElementwiseBlock):
+        return [parameter.new_zeros(parameter.numel(), parameter.numel())]
+    rows, columns = len(parameter), parameter[0].numel()
+    if not block.slotted_columns:
+        return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns, columns)]
+    columns //= block.slots
+    outer = (block.slots, rows, rows) if per_slot else (rows, rows)
+    return [parameter.new_zeros(outer), parameter.new_zeros(block.slots, columns, columns)]
+
+
 def Block(
     parameter: str,
-    a: Callable[[Tensor], Tensor] | None,
-    g: Callable[[Tensor], Tensor],
+    a: Map | None,
+    g: Map,
     elementwise: bool = False,
     linear: bool = True,
     **layout: Any,
 ) -> AnyBlock:
-    """Return a :class:`MatrixBlock` or an :class:`ElementwiseBlock`; deprecated, choose one of them."""
+    """Return a block of either kind. Deprecated: call its class instead."""
+    warnings.warn(
+        "Block is deprecated: return a MatrixBlock, or an ElementwiseBlock for elementwise=True",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     if elementwise or a is None:
         return ElementwiseBlock(parameter, a, g)
     return MatrixBlock(parameter, a, g, linear, **layout)
 
 
-Rule = Callable[[nn.Module], Iterable[Block]]
-_rules: dict[type[nn.Module], Rule] = {}
+Module = TypeVar("Module", bound=nn.Module)
+Rule = Callable[[Module], Iterable[AnyBlock]]
+_rules: dict[type[nn.Module], Rule[Any]] = {}
 
 
-def register_rule(*types: type[nn.Module], overwrite: bool = False) -> Callable[[Rule], Rule]:
+def register_rule(
+    *types: type[Module], overwrite: bool = False
+) -> Callable[[Rule[Module]], Rule[Module]]:
     """Register the decorated function as the rule of the given module types.
 
-    The function takes the module and returns a Block for each of its own parameters; it may raise ``NotImplementedError``
-    with a reason for a configuration that it does not cover. A scale layer ``y = s * x`` of width ``d`` would be::
+    The function takes the module and returns a block for each of its own parameters; it may
+    raise ``NotImplementedError`` with a reason for a configuration that it does not cover. A
+    scale layer ``y = s * x`` of width ``d`` would be::
 
         @register_rule(Scale)
         def scale(module):
-            return [Block("s", a=lambda x: x.unsqueeze(1), g=lambda g: g.unsqueeze(1), elementwise=True)]
+            return [ElementwiseBlock("s", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1))]
 
     Args:
-        *types: module classes; instances of subclasses are not covered.
-        overwrite: replace a rule that is there already instead of raising.
+        *types: Module classes; instances of their subclasses are not covered.
+        overwrite: Replace a rule that is there already instead of raising.
+
+    Returns:
+        The decorator, which returns the function unchanged.
+
+    Raises:
+        ValueError: A type has a rule already, on decoration.
     """
 
-    def decorate(rule: Rule) -> Rule:
+    def decorate(rule: Rule[Module]) -> Rule[Module]:
         for cls in types:
             if cls in _rules and not overwrite:
                 raise ValueError(
@@ -143,14 +199,21 @@ def register_rule(*types: type[nn.Module], overwrite: bool = False) -> Callable[
     return decorate
 
 
-def rules() -> dict[type[nn.Module], Rule]:
+def rules() -> dict[type[nn.Module], Rule[Any]]:
     """Return a copy of the registry."""
     return dict(_rules)
 
 
-def rule_of(module: nn.Module) -> Rule | None:
-    """Return the rule registered for the exact type of ``module``."""
-    return _rules.get(type(module))
+def blocks_of(module: nn.Module) -> tuple[list[AnyBlock], str]:
+    """Return the blocks of a module, and why parameters of it without a block have none."""
+    kind = type(module).__name__
+    rule = _rules.get(type(module))
+    if rule is None:
+        return [], f"{kind} has no rule"
+    try:
+        return list(rule(module)), f"the rule of {kind} has no block for it"
+    except NotImplementedError as error:
+        return [], f"{kind}: {error}"
 
 
 def _positions_last(x: Tensor) -> Tensor:
@@ -164,28 +227,34 @@ def _channels_second(x: Tensor) -> Tensor:
 
 
 @register_rule(nn.Linear)
-def linear(module: nn.Linear) -> Iterable[Block]:
+def linear(module: nn.Linear) -> Iterator[AnyBlock]:
     """Shared over all axes between the first and the last."""
-    yield Block("weight", _positions_last, _positions_last)
+    yield MatrixBlock("weight", _positions_last, _positions_last)
     if module.bias is not None:
-        yield Block("bias", None, _positions_last, elementwise=True)
+        yield ElementwiseBlock("bias", None, _positions_last)
 
 
-@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(module: nn.modules.conv._ConvNd) -> Iterable[Block]:
-    """Shared over output positions; groups are slots."""
+def convolution(module: Any) -> Iterator[AnyBlock]:
+    """Shared over output positions; groups are slots.
+
+    Args:
+        module: Convolution of torch, or any module with the settings of one.
+    """
+    patches = partial(extract_patches, module=module)
     groups = module.groups
 
-    def gradients(g: Tensor) -> Tensor:
-        return g.flatten(2).mT.unflatten(-1, (groups, -1)) if groups > 1 else _channels_second(g)
+    def by_group(g: Tensor) -> Tensor:
+        return g.flatten(2).mT.unflatten(-1, (groups, -1))
 
-    def inputs(x: Tensor) -> Tensor:
-        patches = extract_patches(x, module)
-        return patches if groups > 1 else patches.squeeze(2)
-
-    yield Block("weight", inputs, gradients, slots=groups)
+    if groups == 1:
+        yield MatrixBlock("weight", lambda x: patches(x).squeeze(2), _channels_second)
+    else:
+        yield MatrixBlock("weight", patches, by_group, slots=groups)
     if module.bias is not None:
-        yield Block("bias", None, _channels_second, elementwise=True)
+        yield ElementwiseBlock("bias", None, _channels_second)
+
+
+register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)(convolution)
 
 
 def padding_sides(
@@ -210,19 +279,26 @@ def pad(x: Tensor, module: Any) -> Tensor:
 
 
 def extract_patches(x: Tensor, module: Any) -> Tensor:
-    """Return what a convolution multiplies with its weights, ``[rows, positions, groups, channels / groups * kernel]``."""
+    """Return what a convolution multiplies with its weights.
+
+    Args:
+        x: Inputs ``[rows, channels, *positions]``.
+        module: Convolution of torch, or any module with the settings of one.
+
+    Returns:
+        Patches ``[rows, positions, groups, channels / groups * kernel]``.
+    """
     n = len(module.kernel_size)
     x = pad(x, module)
     for i in range(n):
         span = module.dilation[i] * (module.kernel_size[i] - 1) + 1
         x = x.unfold(2 + i, span, module.stride[i])[..., :: module.dilation[i]]
-    # [rows, channels, *positions, *kernel] -> [rows, positions, groups, channels / groups * kernel]
-    x = x.flatten(2, 1 + n).unflatten(1, (module.groups, -1)).permute(0, 3, 1, 2, *range(4, 4 + n))
-    return x.flatten(3)
+    patches = x.flatten(2, 1 + n).flatten(3)  # [rows, channels, positions, taps of the kernel]
+    return rearrange(patches, "rows (g c) p taps -> rows p g (c taps)", g=module.groups)
 
 
 @register_rule(nn.Embedding)
-def embedding(module: nn.Embedding) -> Iterable[Block]:
+def embedding(module: nn.Embedding) -> Iterator[AnyBlock]:
     """A matrix applied to one-hot vectors, stored ``[tokens, features]``."""
     if module.max_norm is not None:
         raise NotImplementedError("max_norm changes the weights in the forward pass")
@@ -241,115 +317,70 @@ def embedding(module: nn.Embedding) -> Iterable[Block]:
             vectors[..., module.padding_idx] = 0
         return vectors
 
-    yield Block("weight", one_hot, lambda g: g.flatten(1, -2), linear=False, transposed=True)
+    yield MatrixBlock("weight", one_hot, lambda g: g.flatten(1, -2), linear=False, transposed=True)
 
 
 def _affine_of_norm(
-    module: nn.Module, normalise: Callable[[Tensor], Tensor], shape: Callable[[Tensor], Tensor]
-) -> Iterable[Block]:
-    """Blocks of ``weight * normalise(x) + bias``, exact: elementwise, hence one dense block each."""
-    if module.weight is not None:
-        yield Block("weight", lambda x: shape(normalise(x)), shape, elementwise=True, linear=False)
-    if getattr(module, "bias", None) is not None:
-        yield Block("bias", None, shape, elementwise=True)
+    weight: Tensor | None, bias: Tensor | None, normalise: Map, shape: Map
+) -> Iterator[AnyBlock]:
+    """Yield the blocks of ``weight * normalise(x) + bias``, exact: one dense block each."""
+    if weight is not None:
+        yield ElementwiseBlock("weight", lambda x: shape(normalise(x)), shape)
+    if bias is not None:
+        yield ElementwiseBlock("bias", None, shape)
 
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def batch_norm(module: nn.modules.batchnorm._BatchNorm) -> Iterable[Block]:
+def batch_norm(module: nn.modules.batchnorm._BatchNorm) -> Iterator[AnyBlock]:
     """With the statistics of evaluation, an affine map per channel."""
     if module.training or not module.track_running_stats:
         raise NotImplementedError(
-            "batch statistics tie the inputs of a batch together; call model.eval() with running statistics"
+            "batch statistics tie the inputs of a batch together; "
+            "call model.eval() with running statistics"
         )
     return _affine_of_norm(
-        module,
+        module.weight,
+        module.bias,
         lambda x: F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps),
         _channels_second,
     )
 
 
 @register_rule(nn.GroupNorm)
-def group_norm(module: nn.GroupNorm) -> Iterable[Block]:
+def group_norm(module: nn.GroupNorm) -> Iterator[AnyBlock]:
     """Shared over the axes after the channels."""
     return _affine_of_norm(
-        module, lambda x: F.group_norm(x, module.num_groups, eps=module.eps), _channels_second
+        module.weight,
+        module.bias,
+        lambda x: F.group_norm(x, module.num_groups, eps=module.eps),
+        _channels_second,
     )
 
 
-def _last_axes(n: int) -> Callable[[Tensor], Tensor]:
+def _last_axes(n: int) -> Map:
+    """Return the map that flattens the last ``n`` axes, and brings the rest to ``shared``."""
     return lambda x: _positions_last(x.flatten(-n))
 
 
 @register_rule(nn.LayerNorm)
-def layer_norm(module: nn.LayerNorm) -> Iterable[Block]:
+def layer_norm(module: nn.LayerNorm) -> Iterator[AnyBlock]:
     """Shared over the axes before the normalised ones."""
     shape = module.normalized_shape
     return _affine_of_norm(
-        module, lambda x: F.layer_norm(x, shape, eps=module.eps), _last_axes(len(shape))
+        module.weight,
+        module.bias,
+        lambda x: F.layer_norm(x, shape, eps=module.eps),
+        _last_axes(len(shape)),
     )
 
 
 @register_rule(nn.RMSNorm)
-def rms_norm(module: nn.RMSNorm) -> Iterable[Block]:
+def rms_norm(module: nn.RMSNorm) -> Iterator[AnyBlock]:
     """Shared over the axes before the normalised ones."""
     shape = module.normalized_shape
     return _affine_of_norm(
-        module, lambda x: F.rms_norm(x, shape, eps=module.eps), _last_axes(len(shape))
+        module.weight,
+        None,
+        lambda x: F.rms_norm(x, shape, eps=module.eps),
+        _last_axes(len(shape)),
     )
-
-
-def blocks_of(module: nn.Module) -> list[Block] | str:
-    """Return the blocks of a module's own parameters, or the reason why there are none."""
-    rule = rule_of(module)
-    if rule is None:
-        return f"{type(module).__name__} has no rule"
-    try:
-        return list(rule(module))
-    except NotImplementedError as error:
-        return f"{type(module).__name__}: {error}"
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """What is known of one parameter: its block, or the reason why there is none."""
-
-    name: str
-    parameter: nn.Parameter
-    modules: tuple[tuple[str, nn.Module], ...]
-    reason: str | None
-
-    @property
-    def supported(self) -> bool:
-        return self.reason is None
-
-
-def coverage(model: nn.Module) -> list[Coverage]:
-    """Match every parameter that requires grad, in the order of ``model.parameters()``, with the modules that own it."""
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append((path, module, name))
-    found = []
-    for full_name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        reason = None
-        kinds = {
-            (type(module), name, getattr(module, "groups", 1), getattr(module, "slots", 1))
-            for _, module, name in owners[id(parameter)]
-        }
-        if len(kinds) > 1:
-            where = " and ".join(
-                f"{path or 'model'}.{name} ({type(m).__name__})"
-                for path, m, name in owners[id(parameter)]
-            )
-            reason = f"shared by modules of different kinds: {where}"
-        for _, module, name in owners[id(parameter)]:
-            blocks = blocks_of(module)
-            if isinstance(blocks, str):
-                reason = reason or blocks
-            elif name not in {block.parameter for block in blocks}:
-                reason = reason or f"the rule of {type(module).__name__} has no block for it"
-        modules = tuple((path, module) for path, module, _ in owners[id(parameter)])
-        found.append(Coverage(full_name, parameter, modules, reason))
-    return found

@@ -1,4 +1,7 @@
-"""Curvature of one batch: equal to stock backends without samples, equal to the dense GGN where theory makes it exact."""
+"""Curvature of one batch.
+
+Equal to stock backends without samples, equal to the dense GGN where theory makes it exact.
+"""
 
 import copy
 import warnings
@@ -12,7 +15,9 @@ from torch import nn
 from twins import block_diagonal, ggn, parameter_jacobian
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, register_rule
+from laplace_invariance.curvature import rules as rules_module
+from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.draws import replaying
 
 N = 20
@@ -52,40 +57,31 @@ def curvature(backend, net, likelihood, structure, x, y):
     return loss, [product(fs) for fs in result.kfacs] if structure == "kron" else result
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [False, True], ids=["plain", "averaged"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 @pytest.mark.parametrize(
-    ("kind", "stock"),
-    [
-        ("GGN", CurvlinopsGGN),
-        ("GGN", BackPackGGN),
-        ("GGN", AsdlGGN),
-        ("EF", CurvlinopsEF),
-        ("EF", BackPackEF),
-        ("EF", AsdlEF),
-    ],
+    "stock", [CurvlinopsGGN, BackPackGGN, AsdlGGN, CurvlinopsEF, BackPackEF, AsdlEF]
 )
-@pytest.mark.parametrize("engine", ["", "Asdl", "BackPack"])
-def test_equals_stock_without_samples(engine, kind, stock, structure, likelihood, invariant):
-    if stock is BackPackEF and structure == "kron":
-        with pytest.raises(NotImplementedError):
-            stock(mlp()[0], likelihood).kron(None, None, N=N)
-        return
+def test_equals_stock_without_samples(stock, likelihood, invariant):
+    """With the native engine; test_engines has the others agree with it."""
     net, x = mlp()
     y = targets(6, likelihood)
     model = li.InvariantModel(net, li.AffinePoints(), n_samples=1) if invariant else net
-    loss, actual = curvature(
-        getattr(li.curvature, f"{engine}Augmented{kind}"), model, likelihood, structure, x, y
-    )
-    expected_loss, expected = curvature(stock, net, likelihood, structure, x, y)
-    torch.testing.assert_close(loss, expected_loss)
-    torch.testing.assert_close(actual, expected)
+    ours = AugmentedEF if stock.__name__.endswith("EF") else AugmentedGGN
+    for structure in ("kron", "diag", "full"):
+        if stock is BackPackEF and structure == "kron":
+            with pytest.raises(NotImplementedError):
+                stock(net, likelihood).kron(None, None, N=N)
+            continue
+        loss, actual = curvature(ours, model, likelihood, structure, x, y)
+        expected_loss, expected = curvature(stock, net, likelihood, structure, x, y)
+        torch.testing.assert_close(loss, expected_loss)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_where_stock_backends_differ_on_convolutions(likelihood):
-    """Weights: KFAC-expand with 1 / R on G, as Curvlinops and ASDL. Bias: the exact block, as BackPACK."""
+    """Weights: KFAC-expand with 1 / R on G, as Curvlinops and ASDL. Bias: exact, as BackPACK."""
     net, x = cnn()
     y = targets(6, likelihood)
     results = {
@@ -141,7 +137,7 @@ def test_grouped_convolution_is_closer_to_the_ggn_than_averaging_groups():
 
 
 def dense_twin(model, x, likelihood, y):
-    """Our factors, and the dense GGN of the averaged network under the same draws, blocks of single parameters."""
+    """Our factors, and blocks of the dense GGN of the averaged network under the same draws."""
     generator = model.generator
     state = generator.get_state()
     _, kron = AugmentedGGN(model, likelihood).kron(x, y, N=len(x))
@@ -156,7 +152,7 @@ def invariant(net, n_samples=5, init=0.4):
 
 
 def test_exact_for_one_linear_layer():
-    """With Gaussian likelihood for all data; with softmax for one datum, since Lambda varies over data."""
+    """With Gaussian likelihood for all data; with softmax for one datum, since Lambda varies."""
     model = invariant(nn.Linear(2, 3))
     actual, expected = dense_twin(model, torch.randn(7, 2), "regression", torch.randn(7, 3))
     torch.testing.assert_close(actual, expected)
@@ -211,11 +207,12 @@ def test_diag_and_full_are_exact_for_any_number_of_samples(backend, likelihood):
     if issubclass(backend, AugmentedGGN):
         expected = ggn(model, outputs, likelihood)
     else:
-        gradients = torch.stack([
-            torch.cat([g.flatten() for g in torch.autograd.grad(
-                engine.lossfunc(outputs[i : i + 1], y[i : i + 1]), list(model.parameters()), retain_graph=True)])
-            for i in range(6)
-        ])  # fmt: skip
+        rows = []
+        for i in range(6):
+            loss = engine.lossfunc(outputs[i : i + 1], y[i : i + 1])
+            row = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            rows.append(torch.cat([g.flatten() for g in row]))
+        gradients = torch.stack(rows)
         expected = engine.factor * gradients.mT @ gradients
         model.generator.set_state(state)
         actual, total = engine.gradients(x, y)
@@ -243,30 +240,33 @@ def test_jacobians_are_those_of_predictions(ggn_backend):
         assert gradient.abs().min() > 0
 
 
+def with_gradient(backend, structure, **options):
+    """Loss, curvature and a gradient of both to the hyperparameters; five samples per input."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4))
+    model = invariant(net, 5)
+    model.generator.manual_seed(1)
+    x, y = torch.randn(4, 2), targets(4, "classification")
+    loss, result = getattr(backend(model, "classification", **options), structure)(x, y, N=N)
+    factors = [f for fs in result.kfacs for f in fs] if structure == "kron" else [result]
+    squares = [tensor.square().sum() for tensor in (loss, *factors)]
+    (gradient,) = torch.autograd.grad(squares, model.augmentation.eta)
+    return [loss.detach(), *(f.detach() for f in factors), gradient]
+
+
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 9, 100])
-def test_chunks_change_nothing(backend, structure, chunk_size):
-    """Five samples per input: below that, the samples of one input are split."""
-    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4))
-    model = li.InvariantModel(
-        net, li.AffinePoints(init=0.4), 5, generator=torch.Generator().manual_seed(1)
-    )
-    x, y = torch.randn(6, 2), targets(6, "classification")
+def test_chunks_change_nothing(structure, chunk_size):
+    """Below five, the samples of one input are split."""
+    actual = with_gradient(AugmentedGGN, structure, chunk_size=chunk_size)
+    torch.testing.assert_close(actual, with_gradient(AugmentedGGN, structure))
 
-    def run(**options):
-        model.generator.manual_seed(1)
-        loss, result = getattr(backend(model, "classification", **options), structure)(x, y, N=N)
-        tensors = (
-            [loss, *(f for fs in result.kfacs for f in fs)]
-            if structure == "kron"
-            else [loss, result]
-        )
-        (gradient,) = torch.autograd.grad(
-            [t.square().sum() for t in tensors], model.augmentation.eta
-        )
-        return [*(t.detach() for t in tensors), gradient]
 
-    torch.testing.assert_close(run(chunk_size=chunk_size), run())
+@pytest.mark.parametrize("chunk_size", [3, 9])
+def test_chunks_change_nothing_in_any_engine(backend, chunk_size):
+    for structure in ("kron", "full"):
+        actual = with_gradient(backend, structure, chunk_size=chunk_size)
+        torch.testing.assert_close(actual, with_gradient(backend, structure))
 
 
 def test_full_rank_is_exact_and_the_discarded_share_is_reported():
@@ -309,6 +309,7 @@ def test_sampled_curvature_is_unbiased(likelihood):
         (AugmentedGGN, {"num_samples": 0}, "num_samples"),
         (AugmentedGGN, {"output_rank": 2, "stochastic": True}, "choose one"),
     ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )
 def test_bad_options_are_refused(backend, options, match):
     with pytest.raises(ValueError, match=match):
@@ -335,3 +336,47 @@ def test_unknown_arguments_are_refused():
     net, x = mlp()
     with pytest.raises(TypeError, match="backend_kwargs"):
         AugmentedGGN(net, "classification").kron(x, targets(6, "classification"), N=N, mc_samples=3)
+
+
+def test_every_target_needs_its_input():
+    net, x = mlp()
+    with pytest.raises(ValueError, match="5 targets for 6 inputs"):
+        AugmentedGGN(net, "classification").kron(x, targets(5, "classification"), N=N)
+
+
+def test_rules_run_once_per_module(monkeypatch):
+    """Not once per parameter, nor again for later batches."""
+    monkeypatch.setattr(rules_module, "_rules", rules_module.rules())
+    original, modules = rules_module.rules()[nn.Linear], []
+
+    @register_rule(nn.Linear, overwrite=True)
+    def counted(module):
+        modules.append(module)
+        return original(module)
+
+    net, x = mlp()
+    backend = AugmentedGGN(net, "classification")
+    for structure in ("kron", "diag", "full", "kron"):
+        getattr(backend, structure)(x, targets(6, "classification"), N=N)
+    backend.jacobians(x)
+    assert modules == [net[0], net[2]]
+
+
+def test_engines_compute_values_and_autograd_derivatives():
+    class Counting(AutogradEngine):
+        runs = 0
+
+        def run(self, *args):
+            Counting.runs += 1
+            return super().run(*args)
+
+    class Counted(AugmentedGGN):
+        engine = Counting()
+
+    net, x = mlp()
+    model = invariant(net)
+    _, kron = Counted(model, "classification").kron(x, targets(6, "classification"), N=N)
+    assert Counting.runs == 1
+    kron.kfacs[0][0].sum().backward()
+    assert Counting.runs == 1
+    assert model.augmentation.eta.grad.abs().max() > 0

@@ -1,4 +1,4 @@
-"""The evidence through stock Laplace: its value, and its gradient in hyperparameters, priors and noise."""
+"""The evidence of stock Laplace, and its gradient in hyperparameters, priors and noise."""
 
 import math
 
@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from twins import block_diagonal, central_differences, ggn, relative_error
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, MatrixBlock, kfac
+from laplace_invariance.curvature.engines.autograd import AutogradEngine
+from laplace_invariance.curvature.trace.matching import match
 from laplace_invariance.hyper import differentiable
 
-STRUCTURES, BACKENDS, LIKELIHOODS = (
-    ("kron", "diag", "full"),
-    (AugmentedGGN, AugmentedEF),
-    ("classification", "regression"),
-)
+STRUCTURES = ("kron", "diag", "full")
+BACKENDS = (AugmentedGGN, AugmentedEF)
+LIKELIHOODS = ("classification", "regression")
 CLASSES, SAMPLES = 3, 4
 
 
@@ -30,14 +30,18 @@ def points(**kwargs):
 
 
 def images(**kwargs):
-    net = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.GELU(), nn.MaxPool2d(2), nn.Conv2d(2, 4, 2, groups=2, padding=1), nn.ReLU(), nn.Flatten(),
-        nn.Linear(36, CLASSES),
-    )  # fmt: skip
+    first = [nn.Conv2d(1, 2, 3), nn.GELU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(2, 4, 2, groups=2, padding=1), nn.ReLU(), nn.Flatten()]
+    net = nn.Sequential(*first, *second, nn.Linear(36, CLASSES))
     augmentation = li.AffineImage(init=[0.1, -0.2, 0.3, 0.15, 0.25, 0.05], **kwargs)
     return li.InvariantModel(net, augmentation, SAMPLES, generator=torch.Generator()), torch.randn(
         11, 1, 6, 6
     )
+
+
+def in_words(options):
+    """Return the id of a test with these options."""
+    return ",".join(f"{name}={value}" for name, value in options.items()) or "default"
 
 
 def loader_of(x, likelihood):
@@ -75,7 +79,8 @@ def test_gradient_equals_central_differences(data, likelihood, backend, structur
         return fit(model, loader, likelihood, structure, backend).log_marginal_likelihood().detach()
 
     fit(model, loader, likelihood, structure, backend).log_marginal_likelihood().backward()
-    # Points are smooth. Images have kinks where a sample crosses a pixel, a maximum or a ReLU changes: a small step passes few.
+    # Points are smooth. Images have kinks where a sample crosses a pixel, or where a maximum or a
+    # ReLU changes: a small step passes few.
     step, tolerance = (1e-5, 1e-5) if data is points else (1e-7, 1e-4)
     assert relative_error(eta.grad, central_differences(evidence, eta, step)) < tolerance
 
@@ -83,6 +88,7 @@ def test_gradient_equals_central_differences(data, likelihood, backend, structur
 @pytest.mark.parametrize(
     "options",
     [{"correlated": True}, {"constraint": "softplus"}, {"constraint": "tanh"}, {"draws": "sobol"}],
+    ids=in_words,
 )
 def test_gradient_of_every_parametrisation(options):
     model, x = points(**options)
@@ -95,8 +101,9 @@ def test_gradient_of_every_parametrisation(options):
 
     evidence().backward()
     for name, tensor in li.named_hyperparameters(model):
-        difference = central_differences(lambda: evidence().detach(), tensor)
-        assert relative_error(tensor.grad, difference) < 1e-5, name
+        entries = torch.randperm(tensor.numel())[:6]  # of the 36 that mix coefficients, some
+        difference = central_differences(evidence, tensor, entries=entries)
+        assert relative_error(tensor.grad.flatten()[entries], difference) < 1e-5, name
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -119,6 +126,7 @@ def test_gradient_of_group_weights(structure):
 @pytest.mark.parametrize(
     "options",
     [{"stochastic": True, "num_samples": 2}, {"kfac_approx": "reduce"}, {"chunk_size": 3}],
+    ids=in_words,
 )
 def test_gradient_with_every_option(options, likelihood):
     model, x = images()
@@ -131,9 +139,9 @@ def test_gradient_with_every_option(options, likelihood):
         ).log_marginal_likelihood()
 
     evidence().backward()
-    assert (
-        relative_error(eta.grad, central_differences(lambda: evidence().detach(), eta, 1e-7)) < 1e-4
-    )
+    entries = torch.randperm(eta.numel(), generator=torch.Generator().manual_seed(1))[:2]
+    difference = central_differences(evidence, eta, 1e-7, entries)
+    assert relative_error(eta.grad[entries], difference) < 1e-4
 
 
 def test_truncated_gradient_holds_the_directions_fixed():
@@ -157,30 +165,44 @@ def test_truncated_gradient_holds_the_directions_fixed():
     assert 0 < relative_error(truncated, exact) < 1
 
 
+def columns_of(outputs, likelihood):
+    """Directions that span the loss Hessian, and its entries between them."""
+    if likelihood == "regression":
+        return [unit.expand_as(outputs) for unit in torch.eye(CLASSES)], None
+    basis = kfac.complement_basis(CLASSES, outputs).expand(len(outputs), -1, -1)
+    return basis.unbind(-1), basis.mT @ kfac.softmax_hessian(outputs) @ basis
+
+
+def factors_of(trace, matched, likelihood, n):
+    columns, weights = columns_of(trace.outputs, likelihood)
+    terms = zip(
+        matched.blocks, trace.averaged_inputs(), trace.averaged_gradients(columns), strict=True
+    )
+    return [
+        block.factors(a, g, weights, n, "expand", False)
+        if isinstance(block, MatrixBlock)
+        else [kfac.gram(g, weights)]
+        for block, a, g in terms
+    ]
+
+
 def one_big_graph(model, loader, likelihood, structure):
     """The log marginal likelihood with all batches in one graph, and a dense log determinant."""
-    model.generator.manual_seed(1)
-    backend = AugmentedGGN(model, likelihood)
-    backend.kron(*next(iter(loader)), N=11)  # matches the layers
+    matched = match(model, list(model.parameters()), model, next(iter(loader))[0][:2])
+    interface = AugmentedGGN(model, likelihood)
     model.generator.manual_seed(1)
     loss, precision, n = 0.0, 0.0, len(loader.dataset)
     scale = 1.0 if likelihood == "classification" else 1 / 0.7**2
-    factors = None
+    batches = []
     for x, y in loader:
-        with differentiable(), backend._run(model, x, create_graph=True) as trace:
-            columns, weights = backend._columns(trace.outputs, y)
+        engine = AutogradEngine(differentiate=True)
+        with differentiable(), engine.run(model, x, matched) as trace:
             if structure == "kron":
-                a, g = trace.averaged_inputs(), trace.averaged_gradients(columns)
-                batch = [
-                    backend._factors(i, a.get(i), g[i], weights, n)
-                    for i in range(len(backend.params))
-                ]
-                factors = batch if factors is None else [
-                    [f + b for f, b in zip(fs, bs, strict=True)] for fs, bs in zip(factors, batch, strict=True)
-                ]  # fmt: skip
+                batches.append(factors_of(trace, matched, likelihood, n))
             else:
                 precision = precision + ggn(model, trace.outputs, likelihood)
-        loss = loss + backend.factor * backend.lossfunc(trace.outputs, y)
+        loss = loss + interface.factor * interface.lossfunc(trace.outputs, y)
+    factors = [[sum(terms) for terms in zip(*fs, strict=True)] for fs in zip(*batches, strict=True)]
     if structure == "kron":
         precision = torch.block_diag(
             *(torch.kron(*fs) if len(fs) == 2 else fs[0] for fs in factors)
@@ -213,7 +235,7 @@ def test_checkpointed_equals_one_big_graph(data, likelihood, structure):
 
 
 def test_evidence_equals_the_closed_form_of_a_linear_gaussian_model():
-    """Full curvature of a linear model: the evidence is the density of y under N(0, s^2 I + Phi Phi^T / d)."""
+    """Full curvature of a linear model: y is distributed as N(0, s^2 I + Phi Phi^T / d)."""
     model = li.InvariantModel(
         nn.Linear(2, 1, bias=False), li.AffinePoints(init=0.3), SAMPLES, generator=torch.Generator()
     )
@@ -243,10 +265,8 @@ def test_evidence_equals_the_closed_form_of_a_linear_gaussian_model():
 def test_gradients_of_noise_and_priors(structure):
     model, x = points()
     loader = loader_of(x, "regression")
-    noise, prior = (
-        torch.tensor(0.7, requires_grad=True),
-        torch.tensor([0.5, 0.6, 0.7, 0.8], requires_grad=True),
-    )
+    noise = torch.tensor(0.7, requires_grad=True)
+    prior = torch.tensor([0.5, 0.6, 0.7, 0.8], requires_grad=True)
     la = fit(model, loader, "regression", structure, AugmentedGGN)
     la.log_marginal_likelihood(prior, noise).backward()
     for tensor in (noise, prior):
@@ -312,7 +332,7 @@ def test_without_hyperparameters_there_is_no_graph():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("options", [{}, {"output_rank": 1}, {"stochastic": True}])
+@pytest.mark.parametrize("options", [{}, {"output_rank": 1}, {"stochastic": True}], ids=in_words)
 @pytest.mark.parametrize("trouble", ["saturated", "repeated", "dead"])
 def test_evidence_and_gradient_are_finite_in_trouble(trouble, options, structure, dtype):
     torch.set_default_dtype(dtype)

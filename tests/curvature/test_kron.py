@@ -18,7 +18,7 @@ def blocks(q, n):
 
 
 def factors():
-    """A matrix, a dense and a diagonal block; then block-diagonal on the right, on the left, and on both sides in pairs."""
+    """A matrix, a dense and a diagonal block; then blocks on the right, on the left, in pairs."""
     plain = [[positive(3), positive(5)], [positive(2)], [torch.rand(4)]]
     return [
         *plain,

@@ -203,17 +203,16 @@ def test_training_loss_leaves_hyperparameters_alone():
 
 @pytest.mark.parametrize("start", [0.1, 3.0])
 def test_learning_moves_the_range_towards_the_truth(start):
-    """Shapes whose labels are invariant to rotation up to 120 degrees: from below and from above."""
+    """Shapes whose labels are invariant to rotation up to 120 degrees: from below and above."""
     torch.set_default_dtype(torch.float32)
     loader = DataLoader(rotated_shapes(200), batch_size=200)
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
     augmentation = li.AffinePoints(init={"rotation": start}, learn="rotation")
     model = li.InvariantModel(net, augmentation, n_samples=16)
+    settings = {"n_epochs": 120, "n_epochs_burnin": 10, "marglik_frequency": 2}
+    settings |= {"n_hypersteps": 1, "optimizer_kwargs": {"lr": 1e-2}}
     with li.learning(model, lr=0.1) as learner:
-        laplace.marglik_training(
-            model, loader, backend=AugmentedGGN, n_epochs=120, n_epochs_burnin=10, n_hypersteps=1, marglik_frequency=2,
-            optimizer_kwargs={"lr": 1e-2},
-        )  # fmt: skip
+        laplace.marglik_training(model, loader, backend=AugmentedGGN, **settings)
     learnt = learner.history["augmentation.eta"][-1][2].abs().item()
     assert abs(learnt - 2 * math.pi / 3) < 0.8
     assert learner.skipped == {"augmentation.eta": 0}
@@ -236,10 +235,13 @@ def test_importing_leaves_the_choices_of_laplace_alone():
     code = """
 import laplace
 choices = [(s, h) for s in ("all", "last_layer") for h in ("full", "kron", "diag", "gp")]
-net = __import__("torch").nn.Sequential(__import__("torch").nn.Linear(2, 2), __import__("torch").nn.Linear(2, 2))
+from torch import nn
+net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+kwargs = {"gp": {"n_subset": 2}}
+def choice(subset, structure):
+    return laplace.Laplace(net, "regression", subset, structure, **kwargs.get(structure, {}))
 def chosen():
-    kwargs = {"gp": {"n_subset": 2}}
-    return [type(laplace.Laplace(net, "regression", s, h, **kwargs.get(h, {}))).__name__ for s, h in choices]
+    return [type(choice(*names)).__name__ for names in choices]
 before = chosen()
 import laplace_invariance, laplace_invariance.cli, laplace_invariance.experiments.demo
 assert chosen() == before, (before, chosen())

@@ -5,8 +5,16 @@ import torch
 from builders import Gain
 from cases import GROUP, TORCH, WITH_RULES, name_of
 from torch import nn
+from twins import block_diagonal, ggn
 
-from laplace_invariance.curvature import AugmentedGGN, Block, check_model, kfac, register_rule
+from laplace_invariance.curvature import (
+    AugmentedGGN,
+    Block,
+    ElementwiseBlock,
+    MatrixBlock,
+    check_model,
+    register_rule,
+)
 from laplace_invariance.curvature import rules as rules_module
 from laplace_invariance.curvature.rules import rules
 
@@ -22,15 +30,15 @@ def test_rule_equals_autograd(build, shape):
     blocks = {block.parameter: block for block in rules()[type(module)](module)}
     assert set(blocks) == {name for name, _ in module.named_parameters()}
     for name, parameter in module.named_parameters():
-        expected = torch.stack([
-            torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0].flatten() for i in range(2)
-        ])  # fmt: skip
+        rows = [
+            torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0] for i in range(2)
+        ]
+        expected = torch.stack(rows).flatten(1)
         block = blocks[name]
-        a = None if block.a is None else block.a(x)
-        torch.testing.assert_close(kfac.jacobian(a, block.g(g), 2, **block.kinds), expected)
-        if block.linear and a is not None and not isinstance(module, nn.Embedding):
+        torch.testing.assert_close(block.gradient_map(x, 2)(g), expected)
+        if isinstance(block, MatrixBlock) and block.linear:
             other = torch.randn(shape)
-            torch.testing.assert_close(block.a(2 * x + other), 2 * a + block.a(other))
+            torch.testing.assert_close(block.a(2 * x + other), 2 * block.a(x) + block.a(other))
 
 
 def test_every_registered_type_is_tested():
@@ -57,17 +65,7 @@ def test_a_custom_rule_takes_a_few_lines(monkeypatch):
 
     @register_rule(Gain)
     def gain(module):
-        return [
-            Block(
-                "gain",
-                lambda x: x.unsqueeze(1),
-                lambda g: g.unsqueeze(1),
-                elementwise=True,
-                linear=False,
-            )
-        ]
-
-    from twins import block_diagonal, ggn
+        return [ElementwiseBlock("gain", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1))]
 
     _, kron = AugmentedGGN(model, "classification").kron(x, y, N=4)
     torch.testing.assert_close(
@@ -80,12 +78,28 @@ def test_a_custom_rule_takes_a_few_lines(monkeypatch):
 
 def test_a_wrong_rule_is_found_out(monkeypatch):
     monkeypatch.setattr(rules_module, "_rules", rules())
-    register_rule(Gain)(
-        lambda module: [Block("gain", None, lambda g: g.unsqueeze(1), elementwise=True)]
-    )
+    register_rule(Gain)(lambda module: [ElementwiseBlock("gain", None, lambda g: g.unsqueeze(1))])
     model, x, y = nn.Sequential(nn.Linear(2, 3), Gain(3)), torch.randn(4, 2), torch.randint(3, (4,))
     with pytest.raises(NotImplementedError, match=r"1\.gain.*do not explain its gradient"):
         AugmentedGGN(model, "classification").kron(x, y, N=4)
+
+
+MISMATCHES = {
+    "positions": ElementwiseBlock("gain", lambda x: x[:1].unsqueeze(1), lambda g: g.unsqueeze(1)),
+    "rows": ElementwiseBlock("gain", None, lambda g: g.reshape(1, -1, 3)),
+    "axes": MatrixBlock("gain", lambda x: x, lambda g: g.unsqueeze(1)),
+    "size": MatrixBlock("gain", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1)),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_rule_whose_shapes_do_not_fit_is_found_out(name, monkeypatch):
+    monkeypatch.setattr(rules_module, "_rules", rules())
+    register_rule(Gain)(lambda module: [MISMATCHES[name]])
+    model, x, y = nn.Sequential(nn.Linear(2, 3), Gain(3)), torch.randn(4, 2), torch.randint(3, (4,))
+    with pytest.raises(NotImplementedError, match=r"1\.gain.*do not explain its gradient"):
+        AugmentedGGN(model, "classification").kron(x, y, N=4)
+    AugmentedGGN(model, "classification", on_unsupported="diag").kron(x, y, N=4)
 
 
 def test_check_model_leaves_modes_alone_and_judges_evaluation_mode():
@@ -108,8 +122,24 @@ def test_check_model_says_what_stock_kron_refuses():
         (nn.BatchNorm1d(3, track_running_stats=False), "running statistics"),
         (nn.MultiheadAttention(4, 2), "MultiheadAttention has no rule"),
     ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else type(value).__name__,
 )
 def test_reasons_name_the_setting(module, reason):
     report = check_model(nn.Sequential(module))
     assert not report
     assert reason in str(report)
+
+
+def test_block_is_deprecated_in_favour_of_two_classes():
+    def identity(x):
+        return x
+
+    with pytest.warns(DeprecationWarning, match="MatrixBlock"):
+        matrix = Block("weight", identity, identity, linear=False, slots=2)
+    with pytest.warns(DeprecationWarning, match="ElementwiseBlock"):
+        scale = Block("scale", identity, identity, elementwise=True, linear=False)
+    with pytest.warns(DeprecationWarning, match="ElementwiseBlock"):
+        bias = Block("bias", None, identity, elementwise=True)
+    assert matrix == MatrixBlock("weight", identity, identity, linear=False, slots=2)
+    assert scale == ElementwiseBlock("scale", identity, identity)
+    assert bias == ElementwiseBlock("bias", None, identity)

@@ -1,8 +1,9 @@
-"""ASDL as the engine: its hooks bring what a layer sees, and one operation for all layers hands it to the rules.
+"""ASDL as the engine: its hooks bring what a layer sees, and one operation hands it to the rules.
 
-ASDL detaches what it keeps, so it computes values; gradients to hyperparameters are those of the native recomputation. Its
-table of layers is closed, and passes over layers whose parameters are not called ``weight`` or ``bias``. Two functions of it
-are therefore replaced while hooks are being put in place, and put back before the model runs.
+ASDL detaches what it keeps, so it computes values; gradients to hyperparameters are those of
+autograd. Its table of layers is closed, and leaves out layers whose parameters are not called
+``weight`` or ``bias``. Two functions of it are therefore replaced while hooks are being put in
+place, and put back before the model runs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -19,56 +21,61 @@ from asdl.operations import OP_SAVE_INPUTS, OP_SAVE_OUTGRADS, Operation
 from torch import Tensor, nn
 
 from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
-from laplace_invariance.curvature.trace.calls import Call, Gradients, Layers, Trace
+from laplace_invariance.curvature.trace.calls import Call, Gradients, Layers, Trace, backpropagate
+from laplace_invariance.curvature.trace.matching import Match
 
 __all__ = ["AsdlAugmentedEF", "AsdlAugmentedGGN"]
 
-_LOCK = Lock()  # what is replaced is one for all threads
+_LOCK = Lock()  # what is replaced is shared by all threads
 
 
 class _RuleOperation(Operation):
-    """What ASDL does at any layer that has a rule: keep its calls, and the gradients of their outputs."""
+    """What ASDL does at any layer that has a rule: keep its calls, and their gradients."""
 
     def __init__(
         self, module: nn.Module, op_names: list[str], model_for_kernel: nn.Module | None = None
     ) -> None:
-        super().__init__(
-            nn.Identity(), op_names
-        )  # of the layer itself it would demand a parameter called ``weight``
+        # of the layer itself ASDL would demand a parameter called ``weight``
+        super().__init__(nn.Identity(), op_names)
         self._module = module
         self.calls: list[Call] = []
         self.gradients: list[Tensor] = []
-        self.keep: Callable[[nn.Module, Tensor, Tensor], Call] | None = (
-            None  # None after the forward pass
-        )
+        self.keep: Callable[[nn.Module, Tensor, Tensor], Call] | None = None
 
     def forward_post_process(self, in_data: Tensor, out_data: Tensor) -> None:
+        """Keep a call, in the forward pass."""
         if self.keep is not None:
             self.calls.append(self.keep(self._module, in_data, out_data))
 
     def backward_pre_process(self, out_grads: Tensor, vector: Tensor | None = None) -> None:
+        """Keep the gradient of a call's output."""
         self.gradients.append(out_grads)
 
     def by_call(self) -> dict[int, Tensor]:
-        """Return the gradients by ``id`` of the call; autograd walks back through calls in reverse."""
+        """Return the gradients by ``id`` of the call; autograd visits calls in reverse."""
         if not self.gradients:
             return {}
-        if len(self.gradients) != len(self.calls):
+        n_gradients, n_calls = len(self.gradients), len(self.calls)
+        if n_gradients != n_calls:
             raise NotImplementedError(
-                f"ASDL cannot tell which {len(self.gradients)} of {len(self.calls)} calls of {type(self._module).__name__} the "
-                "model's output depends on; AugmentedGGN and AugmentedEF can"
+                f"ASDL cannot tell which {n_gradients} of {n_calls} calls of "
+                f"{type(self._module).__name__} the model's output depends on; AugmentedGGN and "
+                "AugmentedEF can"
             )
-        return {id(call): g for call, g in zip(self.calls, reversed(self.gradients), strict=True)}
+        pairs = zip(self.calls, reversed(self.gradients), strict=True)
+        return {id(call): gradient for call, gradient in pairs}
 
 
 @contextmanager
 def _for_layers_with_rules(layers: Layers) -> Iterator[None]:
     """Let ``asdl.core.extend`` find exactly these layers, and our operation for all of them."""
+
+    def assignments(model: nn.Module, *names: str, **_: Any) -> list[tuple[nn.Module, list[str]]]:
+        return [(module, list(names)) for module in layers.blocks]
+
     with _LOCK:
         theirs = core.module_wise_assignments, core.get_op_class
-        core.module_wise_assignments = lambda model, *names, **_: [
-            (module, list(names)) for module in layers.blocks
-        ]
+        core.module_wise_assignments = assignments
         core.get_op_class = lambda module: _RuleOperation
         try:
             yield
@@ -78,11 +85,12 @@ def _for_layers_with_rules(layers: Layers) -> Iterator[None]:
 
 @contextmanager
 def _operations(model: nn.Module, layers: Layers) -> Iterator[list[_RuleOperation]]:
-    """Put ASDL's hooks in place; afterwards the layers are free for either kind of backward hooks, as before."""
+    """Put ASDL's hooks in place; afterwards layers are free for either kind of backward hook."""
     kinds = {module: module._is_full_backward_hook for module in layers.blocks}
     if any(kind and module._backward_hooks for module, kind in kinds.items()):
         raise NotImplementedError(
-            "layers with full backward hooks cannot have those of ASDL as well; AugmentedGGN and AugmentedEF need none"
+            "layers with full backward hooks cannot have those of ASDL as well; AugmentedGGN and "
+            "AugmentedEF need none"
         )
     try:
         for module in kinds:
@@ -96,84 +104,92 @@ def _operations(model: nn.Module, layers: Layers) -> Iterator[list[_RuleOperatio
             module._is_full_backward_hook = kind
 
 
+@dataclass(eq=False)
 class _AsdlTrace(Trace):
-    def __init__(
-        self,
-        outputs: Tensor,
-        calls: list[Call],
-        others: Sequence[tuple[int, Tensor]],
-        parameters: Sequence[Tensor],
-        operations: Sequence[_RuleOperation],
-    ) -> None:
-        super().__init__(outputs, calls, others)
-        self._operations = operations
-        # Hooks run where autograd passes, so it is asked for a parameter of every layer, the smallest, or for all.
-        self._own = [
-            sorted((parameters[i] for i, _ in call.blocks), key=Tensor.numel) for call in calls
-        ]
-        self._asked = [own[0] for own in self._own]
+    """A trace whose gradients come from ASDL's hooks.
+
+    Hooks run where autograd passes, so it is asked for a parameter of every layer, the smallest;
+    or for all, if it did not pass where it should.
+    """
+
+    operations: Sequence[_RuleOperation] = ()
+    ask_for_all: bool = False
 
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
+        """Yield the gradients of each column, as :meth:`Trace.gradients`."""
         for column in columns:
             others = self._pass_back(column)
-            if any(operation.calls and not operation.gradients for operation in self._operations):
-                self._asked = [parameter for own in self._own for parameter in own]
+            if any(operation.calls and not operation.gradients for operation in self.operations):
+                self.ask_for_all = True
                 others = self._pass_back(column)
             found: dict[int, Tensor] = {}
-            for operation in self._operations:
+            for operation in self.operations:
                 found |= operation.by_call()
-            gradients = [
-                found[id(call)] if id(call) in found else torch.zeros_like(call.output)
-                for call in self.calls
-            ]
+            gradients = []
+            for call in self.calls:
+                gradient = found.get(id(call))
+                gradients.append(torch.zeros_like(call.output) if gradient is None else gradient)
             yield self._sorted([*gradients, *others])
 
     def _pass_back(self, column: Tensor) -> tuple[Tensor, ...]:
         """Let autograd pass, and return the gradients of parameters without a rule."""
-        for operation in self._operations:
+        for operation in self.operations:
             operation.gradients = []
-        tensors = [*self._asked, *(parameter for _, parameter in self.others)]
-        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        asked: list[Tensor] = []
+        for call in self.calls:
+            own = sorted((self.parameters[index] for index, _ in call.blocks), key=Tensor.numel)
+            asked += own if self.ask_for_all else own[:1]
+        tensors = asked + [self.parameters[index] for index in self.others]
         try:
-            gradients = torch.autograd.grad(self.outputs, tensors, column.contiguous(), **options)
+            gradients = backpropagate(self.outputs, tensors, column)
         except AttributeError as error:  # of ASDL's hook
             raise NotImplementedError(
-                "ASDL found no gradient at the output of a layer, one of several that an operation returned, or passed through "
-                "a function without gradient; AugmentedGGN and AugmentedEF need no hooks there"
+                "ASDL found no gradient at the output of a layer, one of several that an operation "
+                "returned, or passed through a function without gradient; AugmentedGGN and "
+                "AugmentedEF need no hooks there"
             ) from error
-        return gradients[len(self._asked) :]
+        return gradients[len(asked) :]
 
 
-class _Asdl:
+class AsdlEngine:
+    """Hooks of ASDL keep the calls of layers, and the gradients of their outputs."""
+
     @contextmanager
-    def _by_engine(self, forward: Callable[[Any], Tensor], x: Any) -> Iterator[Trace]:
-        layers, calls = self._match.layers, []
+    def run(self, forward: Callable[[Any], Tensor], x: Any, match: Match) -> Iterator[Trace]:
+        """Run a forward pass, as :meth:`~laplace_invariance.curvature.engines.Engine.run`."""
+        layers = match.layers
+        calls: list[Call] = []
         if layers.keywords:
             raise NotImplementedError(
-                f"ASDL does not see what {layers.keywords} receives by keyword; AugmentedGGN and AugmentedEF do"
+                f"ASDL does not see what {layers.keywords} receives by keyword; AugmentedGGN and "
+                "AugmentedEF do"
             )
 
         def keep(module: nn.Module, x: Tensor, output: Tensor) -> Call:
             calls.append(layers.call(module, x, output))
             return calls[-1]
 
-        with _operations(self.model, layers) as operations:
+        with _operations(match.model, layers) as operations:
             for operation in operations:
                 operation.keep = keep
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Using a non-full backward hook")
                 outputs = forward(x)
-            for (
-                operation
-            ) in operations:  # layers may run once more in the backward pass, from checkpoints
+            # layers may run once more in the backward pass, from checkpoints of the model's own
+            for operation in operations:
                 operation.keep = None
             layers.check(calls)
-            yield _AsdlTrace(outputs, calls, self._match.others, self.params, operations)
+            others = match.others
+            yield _AsdlTrace(outputs, calls, match.parameters, others, operations=operations)
 
 
-class AsdlAugmentedGGN(_Asdl, AugmentedGGN):
+class AsdlAugmentedGGN(AugmentedGGN):
     """:class:`AugmentedGGN` with ASDL's hooks as the engine."""
 
+    engine = AsdlEngine()
 
-class AsdlAugmentedEF(_Asdl, AugmentedEF):
+
+class AsdlAugmentedEF(AugmentedEF):
     """:class:`AugmentedEF` with ASDL's hooks as the engine."""
+
+    engine = AsdlEngine()

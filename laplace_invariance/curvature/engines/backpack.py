@@ -1,9 +1,10 @@
-"""BackPACK as the engine: columns are passed back from module to module, all at once where it knows the derivative.
+"""BackPACK as the engine: columns are passed back from module to module, all at once.
 
-A *link* is a module that takes the batch from its predecessor and hands it to its successor: the members of an
-``nn.Sequential``, and the mean over samples of an ``InvariantModel``. Columns go back through a link by BackPACK's derivatives
-where it has them, and by autograd elsewhere, through a whole block or network of one's own if need be. Where there is no such
-chain, or it was lost, autograd does it all. Layers are known by their rules, as in every engine.
+A *link* is a module that takes the batch from its predecessor and hands it to its successor: the
+members of an ``nn.Sequential``, and the mean over samples of an ``InvariantModel``. Columns go back
+through a link by BackPACK's derivatives where it has them, and by autograd elsewhere, through a
+whole block or network of one's own if need be. Where there is no such chain, or it was lost,
+autograd does it all. Layers are known by their rules, as in every engine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import add
 from typing import Any
 
@@ -35,8 +37,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
-from laplace_invariance.curvature.trace.calls import Call, Gradients, Trace
+from laplace_invariance.curvature.trace.calls import Call, Gradients, Trace, backpropagate
+from laplace_invariance.curvature.trace.matching import Match
 from laplace_invariance.invariant import InvariantModel, SampleMean
 
 __all__ = ["BackPackAugmentedEF", "BackPackAugmentedGGN"]
@@ -45,9 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class _SampleMeanDerivatives(BaseDerivatives):
-    """Of the mean over samples: each sample receives its weight's share."""
+    """Derivatives of the mean over samples: each sample receives its weight's share."""
 
-    def _jac_t_mat_prod(self, module: SampleMean, g_inp, g_out, mat, subsampling=None) -> Tensor:
+    def _jac_t_mat_prod(
+        self, module: SampleMean, g_inp: Any, g_out: Any, mat: Tensor, subsampling: Any = None
+    ) -> Tensor:
         weights = module.input1.to(mat.dtype)
         return torch.einsum("s,kn...->kns...", weights, mat).flatten(1, 2)
 
@@ -74,17 +80,22 @@ DERIVATIVES: dict[type[nn.Module], BaseDerivatives] = {
 
 def _derivatives(module: nn.Module) -> BaseDerivatives | None:
     """Return BackPACK's derivatives of a module where they cover it as it is configured."""
-    usual = (
-        getattr(module, "padding_mode", "zeros") == "zeros"
-        and not isinstance(getattr(module, "padding", 0), str)
-        and getattr(module, "affine", True)
-        and "forward" not in vars(module)
-    )
-    return DERIVATIVES.get(type(module)) if usual else None
+    usual_padding = getattr(module, "padding_mode", "zeros") == "zeros"
+    usual_padding &= not isinstance(getattr(module, "padding", 0), str)
+    usual_forward = getattr(module, "affine", True) and "forward" not in vars(module)
+    if usual_padding and usual_forward:
+        return DERIVATIVES.get(type(module))
+    return None
 
 
 class _Link:
-    """A module as BackPACK sees it, with what it received and returned, which is thereby kept off the module itself."""
+    """A module as BackPACK sees it, with what it received and returned.
+
+    These are thereby kept off the module itself, on which BackPACK would put them.
+    """
+
+    input0: Any
+    output: Any
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -99,7 +110,7 @@ class _Link:
         """Put hooks on the module; ``calls`` is where those of layers appear."""
         start = 0
 
-        def before(module: nn.Module, args: tuple) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal start
             start = len(calls)
             self.n_calls += 1
@@ -107,7 +118,7 @@ class _Link:
                 setattr(self, f"input{i}", argument)
             self._entered = getattr(self.input0, "_version", None)
 
-        def after(module: nn.Module, args: tuple, output: Any) -> None:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self.output = output
             self.inside = calls[start:]
             self._left = getattr(output, "_version", None)
@@ -120,16 +131,15 @@ class _Link:
         ]
 
     def run(self, gradient: Tensor) -> None:
+        """Run BackPACK's extension when autograd arrives at the output."""
         if self.extension is not None:
             self.extension(self, (None,), (gradient,))
 
     def regular(self) -> bool:
-        """Tell whether the module was called once, with tensors that nothing overwrote in place."""
-        if (
-            self.n_calls != 1
-            or not isinstance(self.input0, Tensor)
-            or not isinstance(self.output, Tensor)
-        ):
+        """Return whether the module was called once, with tensors that nothing overwrote."""
+        if self.n_calls != 1:
+            return False
+        if not isinstance(self.input0, Tensor) or not isinstance(self.output, Tensor):
             return False
         return (self.input0._version, self.output._version) == (self._entered, self._left)
 
@@ -144,40 +154,35 @@ class _Link:
 class _Pass(ModuleExtension):
     """Pass columns back through any link, and keep those that arrive at layers with a rule."""
 
-    def __call__(self, extension: _Columns, link: _Link, g_inp: tuple, g_out: tuple) -> None:
+    def __call__(
+        self, extension: _Columns, link: _Link, g_inp: tuple[Any, ...], g_out: tuple[Any, ...]
+    ) -> None:
         wanted = extension.pending.pop(link, None)
         columns = extension.saved_quantities.retrieve_quantity(
             link.output.data_ptr(), delete_old=True
         )
-        if (
-            wanted is None or columns is None
-        ):  # a part of the graph that is walked through again, or cut off
+        # a part of the graph that is walked through again, or cut off
+        if wanted is None or columns is None:
             return
         x = link.input0
         derivatives = _derivatives(link.module)
         if derivatives is None:
-            gradients = _by_autograd(
-                link.output, columns, [*wanted, x] if x.requires_grad else wanted
-            )
-            extension.found |= {id(tensor): g for tensor, g in zip(wanted, gradients, strict=False)}
-            passed = gradients[-1] if x.requires_grad else None
+            tensors = [*wanted, x] if x.requires_grad else wanted
+            found = _by_autograd(link.output, columns, tensors)
         else:
-            extension.found |= {id(tensor): columns for tensor in wanted}
-            passed = (
-                derivatives.jac_t_mat_prod(link, g_inp, g_out, columns) if x.requires_grad else None
-            )
-        if passed is not None:
-            extension.saved_quantities.save_quantity(x.data_ptr(), passed, add)
+            found = [columns] * len(wanted)
+            if x.requires_grad:
+                found.append(derivatives.jac_t_mat_prod(link, g_inp, g_out, columns))
+        extension.found |= {id(tensor): g for tensor, g in zip(wanted, found, strict=False)}
+        if x.requires_grad:
+            extension.saved_quantities.save_quantity(x.data_ptr(), found[-1], add)
 
 
 def _by_autograd(output: Tensor, columns: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Return the gradients ``[column, ...]`` of ``sum(output * column)`` in each tensor."""
-    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    rows = (
-        [torch.autograd.grad(output, tensors, column, **options) for column in columns]
-        if tensors
-        else []
-    )
+    if not tensors:
+        return []
+    rows = [backpropagate(output, tensors, column) for column in columns]
     return [torch.stack(row) for row in zip(*rows, strict=True)]
 
 
@@ -185,9 +190,9 @@ class _Columns(BackpropExtension):
     """The columns that are passed back, and what of them was found at the layers.
 
     Args:
-        columns: at the outputs of the last link.
-        outputs: these outputs.
-        links: the outputs of calls inside each link, whose gradients are wanted.
+        columns: Columns at the outputs of the last link, ``[column, batch, C]``.
+        outputs: These outputs.
+        links: For each link, the outputs of calls inside, whose gradients are wanted.
     """
 
     def __init__(self, columns: Tensor, outputs: Tensor, links: dict[_Link, list[Tensor]]) -> None:
@@ -198,15 +203,18 @@ class _Columns(BackpropExtension):
         self.found: dict[int, Tensor] = {}
 
     def expects_backpropagation_quantities(self) -> bool:
+        """Return that columns are passed from module to module."""
         return True
 
 
+@dataclass(eq=False)
 class _BackPackTrace(Trace):
-    def __init__(self, outputs: Tensor, calls: list[Call], links: Sequence[_Link]) -> None:
-        super().__init__(outputs, calls)
-        self._links = {link: [call.output for call in link.inside] for link in links}
+    """A trace whose gradients are passed back from link to link."""
+
+    links: Sequence[_Link] = ()
 
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
+        """Yield the gradients of each column, as :meth:`Trace.gradients`."""
         tensors = [call.output for call in self.calls]
         found = self._pass_back(torch.stack(list(columns)), tensors)
         if found is None:
@@ -214,46 +222,50 @@ class _BackPackTrace(Trace):
             yield from super().gradients(columns)
             return
         for k, _ in enumerate(columns):
-            yield [found[id(t)][k] if id(t) in found else torch.zeros_like(t) for t in tensors], {}
+            gradients = []
+            for tensor in tensors:
+                arrived = found.get(id(tensor))
+                gradients.append(torch.zeros_like(tensor) if arrived is None else arrived[k])
+            yield gradients, {}
 
     def _pass_back(self, columns: Tensor, tensors: list[Tensor]) -> dict[int, Tensor] | None:
-        """Return the columns' gradients by ``id`` of the tensor, or None if they did not arrive wherever autograd does."""
-        extension = _Columns(columns, self.outputs, self._links)
-        for link in self._links:
+        """Return gradients by ``id`` of the tensor, None if they did not arrive as autograd's."""
+        wanted = {link: [call.output for call in link.inside] for link in self.links}
+        extension = _Columns(columns, self.outputs, wanted)
+        for link in self.links:
             link.extension = extension
         try:
             reached = torch.autograd.grad(
                 self.outputs.sum(), tensors, retain_graph=True, allow_unused=True
             )
         finally:
-            for link in self._links:
+            for link in self.links:
                 link.extension = None
-        lost = any(
-            g is not None and id(t) not in extension.found
-            for t, g in zip(tensors, reached, strict=True)
-        )
-        return None if lost else extension.found
+        for tensor, gradient in zip(tensors, reached, strict=True):
+            if gradient is not None and id(tensor) not in extension.found:
+                return None
+        return extension.found
 
 
 def _chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules through which a batch passes one after the other."""
-    return [*_members(model.net), model.mean] if type(model) is InvariantModel else _members(model)
+    if type(model) is InvariantModel:
+        return [*_members(model.net), model.mean]
+    return _members(model)
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    return (
-        [member for child in module for member in _members(child)]
-        if type(module) is nn.Sequential
-        else [module]
-    )
+    if type(module) is not nn.Sequential:
+        return [module]
+    return [member for child in module for member in _members(child)]
 
 
 def _hooked(model: nn.Module) -> bool:
-    """Tell whether hooks of others might replace what passes from module to module."""
+    """Return whether hooks of others might replace what passes from module to module."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for module in model.modules() for name in names) or any(
-        getattr(torch_module, f"_global{name}") for name in names
-    )
+    if any(getattr(torch_module, f"_global{name}") for name in names):
+        return True
+    return any(getattr(module, name) for module in model.modules() for name in names)
 
 
 @contextmanager
@@ -263,41 +275,50 @@ def _following(links: Sequence[_Link], calls: list[Call]) -> Iterator[None]:
     handles = [handle for link in links for handle in link.follow(calls)]
     try:
         for module in in_place:
-            module.inplace = False
+            vars(module)["inplace"] = False
         yield
     finally:
         for module in in_place:
-            module.inplace = True
+            vars(module)["inplace"] = True
         for handle in handles:
             handle.remove()
 
 
-class _BackPack:
+class BackPackEngine:
+    """BackPACK passes columns from module to module, through a chain of these."""
+
     @contextmanager
-    def _by_engine(self, forward: Callable[[Any], Tensor], x: Any) -> Iterator[Trace]:
-        modules = _chain(self.model)
-        if self._match.others or _hooked(self.model) or len(set(modules)) < len(modules):
-            with super()._by_engine(forward, x) as trace:
+    def run(self, forward: Callable[[Any], Tensor], x: Any, match: Match) -> Iterator[Trace]:
+        """Run a forward pass, as :meth:`~laplace_invariance.curvature.engines.Engine.run`."""
+        modules = _chain(match.model)
+        layers = match.layers
+        if match.others or _hooked(match.model) or len(set(modules)) < len(modules):
+            with AutogradEngine().run(forward, x, match) as trace:
                 yield trace
             return
-        layers, links = self._match.layers, [_Link(module) for module in modules]
+        links = [_Link(module) for module in modules]
         try:
-            # in this order: what is captured may be replaced by a copy, which is then what the link returned
+            # in this order: what is captured may be replaced by a copy, which is then what the
+            # link returned
             with layers.capture() as calls, _following(links, calls):
                 outputs = forward(x)
             layers.check(calls)
             if all(link.regular() for link in links):
-                yield _BackPackTrace(outputs, calls, links)
+                yield _BackPackTrace(outputs, calls, match.parameters, links=links)
             else:
-                yield Trace(outputs, calls)
+                yield Trace(outputs, calls, match.parameters)
         finally:
             for link in links:
                 link.release()
 
 
-class BackPackAugmentedGGN(_BackPack, AugmentedGGN):
+class BackPackAugmentedGGN(AugmentedGGN):
     """:class:`AugmentedGGN` with BackPACK as the engine."""
 
+    engine = BackPackEngine()
 
-class BackPackAugmentedEF(_BackPack, AugmentedEF):
+
+class BackPackAugmentedEF(AugmentedEF):
     """:class:`AugmentedEF` with BackPACK as the engine."""
+
+    engine = BackPackEngine()

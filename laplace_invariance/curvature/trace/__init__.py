@@ -1,1 +1,1 @@
-"""What a forward pass leaves behind: calls of layers, which parameters they explain, and their gradients."""
+"""What a forward pass leaves behind: the calls of layers, their parameters and gradients."""

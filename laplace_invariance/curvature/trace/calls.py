@@ -1,73 +1,117 @@
-"""Run a model, keep what its layers saw, and turn gradients of their outputs into columns of curvature.
+"""Keep what the layers of a model saw, and make columns of curvature of their gradients.
 
-Plumbing only: the layers' rules say what to do with inputs and gradients, ``kfac`` does the arithmetic. Other engines than
-autograd keep calls in their own way and have a :meth:`Trace.gradients` of their own.
+Plumbing only: the layers' rules say what to do with inputs and gradients, ``kfac`` does the
+arithmetic. Other engines than autograd keep calls in their own way and have a
+:meth:`Trace.gradients` of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
-from laplace_invariance.curvature.rules import Block
+from laplace_invariance.curvature.rules import AnyBlock, ElementwiseBlock, Map, MatrixBlock
 from laplace_invariance.invariant import Levels, current_levels
 
-__all__ = ["Call", "Gradients", "Layers", "Trace"]
+__all__ = ["Call", "Gradients", "Layers", "PerParameter", "Trace", "backpropagate"]
 
+# A tensor for each parameter, None for parameters whose layer was not called.
+PerParameter = list[Tensor | None]
+
+# Gradients in the outputs of all calls, and, by index, in parameters without a rule.
 Gradients = tuple[list[Tensor], dict[int, Tensor]]
 
 
-@dataclass
+def backpropagate(
+    outputs: Tensor, tensors: Sequence[Tensor], column: Tensor, create_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Return the gradients of ``sum(outputs * column)``, zero where it does not depend on a tensor.
+
+    Args:
+        outputs: Outputs of a model or of a part of it.
+        tensors: Tensors of its graph.
+        column: Direction to backpropagate, of the shape of the outputs.
+        create_graph: Whether the gradients will be differentiated.
+    """
+    return torch.autograd.grad(
+        outputs,
+        tensors,
+        column.contiguous(),
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+@dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer: what went in and out, and which samples its rows are."""
+    """One call of a layer: what went in and out, and which samples its rows are.
+
+    Attributes:
+        module: The layer.
+        blocks: Index of each of its parameters, and the parameter's block.
+        x: Input ``[rows, ...]``.
+        output: Output ``[rows, ...]``.
+        levels: Batch size and sample weights of each averaging model around it.
+        versions: How often input and output had been modified in place by then.
+    """
 
     module: nn.Module
-    blocks: list[tuple[int, Block]]
+    blocks: list[tuple[int, AnyBlock]]
     x: Tensor
     output: Tensor
     levels: Levels
     versions: tuple[int, int]
 
     def modified(self) -> bool:
-        """Tell whether a later operation overwrote input or output in place."""
+        """Return whether a later operation overwrote input or output in place."""
         return (self.x._version, self.output._version) != self.versions
 
 
 @dataclass
 class Layers:
-    """The layers of a model whose calls are to be captured: module -> [(index of the parameter, block), ...].
+    """The layers of a model whose calls are captured.
 
-    ``copies`` keeps copies of inputs and outputs, for models that overwrite them in place; ``keywords`` names the type of a layer
-    that was called with its input as a keyword argument, if there was one.
+    Attributes:
+        blocks: Indices and blocks of each layer's parameters.
+        copies: Whether to keep copies of inputs and outputs, for models that overwrite them.
+        keywords: Type of a layer that was called with its input as a keyword argument, if any.
     """
 
-    blocks: dict[nn.Module, list[tuple[int, Block]]] = field(default_factory=dict)
+    blocks: dict[nn.Module, list[tuple[int, AnyBlock]]]
     copies: bool = False
     keywords: str | None = None
 
     def call(self, module: nn.Module, x: Tensor, output: Tensor) -> Call:
-        """Keep a call that is being made."""
-        x = x.clone() if self.copies else x
-        return Call(
-            module, self.blocks[module], x, output, current_levels(), (x._version, output._version)
-        )
+        """Return the record of a call that is being made."""
+        if self.copies:
+            x = x.clone()
+        versions = (x._version, output._version)
+        return Call(module, self.blocks[module], x, output, current_levels(), versions)
 
     @contextmanager
     def capture(self) -> Iterator[list[Call]]:
         """Collect the calls of a forward pass."""
         calls: list[Call] = []
 
-        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor | None:
-            if not args:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> Tensor | None:
+            if args:
+                x = args[0]
+            else:
+                x = next(iter(kwargs.values()))
                 self.keywords = type(module).__name__
-            calls.append(
-                self.call(module, args[0] if args else next(iter(kwargs.values())), output)
-            )
+            calls.append(self.call(module, x, output))
+            # the record keeps the output itself; what overwrites it must get a copy
             return output.clone() if self.copies else None
 
         handles = [module.register_forward_hook(hook, with_kwargs=True) for module in self.blocks]
@@ -77,159 +121,180 @@ class Layers:
             for handle in handles:
                 handle.remove()
 
-    def check(self, calls: list[Call]) -> None:
-        """Complain of calls that are not as they were made; copies are kept from now on."""
+    def check(self, calls: Iterable[Call]) -> None:
+        """Raise if a captured tensor was modified in place; later passes capture copies."""
         if not self.copies and any(call.modified() for call in calls):
             self.copies = True
             raise RuntimeError(
-                "the model overwrote a layer's input or output in place, which it had not done before"
+                "the model overwrote a layer's input or output in place, "
+                "which it had not done before"
             )
 
 
+@dataclass(eq=False)
 class Trace:
-    """A forward pass of a batch: outputs ``[batch, C]`` and the calls, from which curvature is made column by column.
+    """A forward pass of a batch, from which curvature is made column by column.
 
-    Args:
-        outputs: the model's outputs.
-        calls: what :meth:`Layers.capture` collected.
-        others: parameters without a rule, differentiated by autograd; the batch must then be a single input.
-        create_graph: whether the curvature will be differentiated.
+    Attributes:
+        outputs: The model's outputs ``[batch, C]``.
+        calls: What :meth:`Layers.capture` collected.
+        parameters: All parameters that curvature is wanted for.
+        others: Indices of parameters without a rule, whose gradients autograd sums over the
+            batch, which must then be a single input.
+        differentiate: Whether the curvature will be differentiated.
     """
 
-    def __init__(
-        self,
-        outputs: Tensor,
-        calls: list[Call],
-        others: Sequence[tuple[int, Tensor]] = (),
-        create_graph: bool = False,
-    ) -> None:
-        self.outputs = outputs
-        self.calls = calls
-        self.others = others
-        self.create_graph = create_graph
-        self.batch = len(outputs)
+    outputs: Tensor
+    calls: list[Call]
+    parameters: Sequence[nn.Parameter]
+    others: Sequence[int] = ()
+    differentiate: bool = False
 
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
-        """Yield, for each column, the gradients of ``sum(outputs * column)`` in the calls' outputs and in the others."""
-        tensors = [call.output for call in self.calls] + [parameter for _, parameter in self.others]
+        """Yield the gradients of ``sum(outputs * column)`` for each column ``[batch, C]``."""
+        tensors = [call.output for call in self.calls]
+        tensors += [self.parameters[index] for index in self.others]
         for column in columns:
-            gradients = torch.autograd.grad(
-                self.outputs,
-                tensors,
-                column.contiguous(),
-                retain_graph=True,
-                create_graph=self.create_graph,
-                allow_unused=True,
-                materialize_grads=True,
-            )
+            gradients = backpropagate(self.outputs, tensors, column, self.differentiate)
             yield self._sorted(gradients)
 
     def _sorted(self, gradients: Sequence[Tensor]) -> Gradients:
-        """Split gradients of the calls' outputs from those of the others, by index and ``[1, numel]``."""
+        """Part gradients in the calls' outputs from those in the others, ``[1, numel]``."""
         n = len(self.calls)
-        others = {
-            index: g.reshape(1, -1)
-            for (index, _), g in zip(self.others, gradients[n:], strict=True)
-        }
-        return list(gradients[:n]), others
+        rest = zip(self.others, gradients[n:], strict=True)
+        return list(gradients[:n]), {index: g.reshape(1, -1) for index, g in rest}
 
-    def _rows_per_input(self, x: Tensor) -> int:
-        """Return how many rows of ``x`` belong to one input: more than one where positions were moved into the batch axis."""
-        if len(x) % self.batch:
-            raise ValueError(
-                f"a layer was called with {len(x)} rows for a batch of {self.batch}; the first axis must be the batch, or a "
-                "multiple of it (batch_first=True)"
-            )
-        return len(x) // self.batch
+    def jacobian_columns(self, columns: Sequence[Tensor]) -> PerParameter:
+        """Return the exact gradients of ``sum_c outputs_c column_c`` of each input.
 
-    def _per_input(self, x: Tensor) -> Tensor:
-        """Join such positions with the others: ``[batch * inner, R, ...] -> [batch, inner * R, ...]``."""
-        return x.reshape(self.batch, self._rows_per_input(x) * x.shape[1], *x.shape[2:])
+        Args:
+            columns: Directions ``[batch, C]`` to backpropagate.
 
-    def averaged_inputs(self) -> dict[int, Tensor]:
-        """Return, for every matrix, what it is applied to, averaged over samples: ``[batch, R, (slots,) d_in]``."""
+        Returns:
+            Gradients ``[batch, column, numel]`` with respect to each parameter.
+        """
+        maps = self._gradient_maps(scales_only=False)
+        found = []
+        for gradients, exact in self.gradients(columns):
+            for position, index, gradient_map in maps:
+                _add(exact, index, gradient_map(gradients[position]))
+            found.append(exact)
+        return self._stacked(found)
+
+    def averaged_inputs(self) -> PerParameter:
+        """Return what each matrix is applied to, averaged: ``[batch, shared, (slots,) d_in]``."""
         inputs: dict[int, list[Tensor]] = {}
         for call in self.calls:
-            folded = None
             for index, block in call.blocks:
-                if block.elementwise:
+                if isinstance(block, ElementwiseBlock):
                     continue
-                if block.linear:
-                    folded = kfac.fold_inputs(call.x, call.levels) if folded is None else folded
-                    a = block.a(folded)
+                if block.linear:  # to unfold the mean is cheaper than to average unfolded samples
+                    a = block.a(kfac.fold_inputs(call.x, call.levels))
                 else:
                     a = kfac.fold_inputs(block.a(call.x), call.levels)
-                inputs.setdefault(index, []).append(self._per_input(a))
-        return {index: _cat(tensors, dim=1) for index, tensors in inputs.items()}
-
-    def averaged_gradients(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return gradients of every parameter, the material of Kronecker factors.
-
-        For a matrix, those of its outputs, summed over samples, ``[batch, column, R, (slots,) d_out]``; for all other
-        parameters their exact gradients ``[batch, column, numel]``.
-        """
-        folded: list[list[Tensor]] = [[] for _ in self.calls]
-        exact: dict[int, list[Tensor]] = {}
-        rows = [
-            [(i, b, b.a(call.x)) for i, b in call.blocks if b.elementwise and b.a is not None]
-            for call in self.calls
-        ]
-        for gradients, products in self.gradients(columns):
-            for call, call_rows, gradient, sums in zip(
-                self.calls, rows, gradients, folded, strict=True
-            ):
-                sums.append(kfac.fold_gradients(gradient, call.levels))
-                for (
-                    index,
-                    block,
-                    a,
-                ) in call_rows:  # elementwise products are exact only sample by sample
-                    product = kfac.jacobian(a, block.g(gradient), self.batch, elementwise=True)
-                    products[index] = products[index] + product if index in products else product
-            for index, product in products.items():
-                exact.setdefault(index, []).append(product)
-        result = {index: torch.stack(tensors, dim=1) for index, tensors in exact.items()}
-        positions: dict[int, list[Tensor]] = {}
-        for call, sums in zip(self.calls, folded, strict=True):
-            inner = self._rows_per_input(sums[0])
-            stacked = torch.stack([g.unflatten(0, (self.batch, inner)) for g in sums], dim=1)
-            for index, block in call.blocks:
-                if block.elementwise and block.a is not None:
-                    continue
-                g = block.g(stacked.flatten(0, 2))
-                g = g.reshape(self.batch, len(columns), inner * g.shape[1], *g.shape[2:])
-                positions.setdefault(index, []).append(
-                    g.sum(2, keepdim=True) if block.elementwise else g
-                )
-        for index, tensors in positions.items():
-            joined = _cat(tensors, dim=2)
-            result[index] = joined.sum(2) if self._is_elementwise(index) else joined
+                inner = self._rows_per_input(a)
+                a = rearrange(a, "(batch inner) r ... -> batch (inner r) ...", inner=inner)
+                inputs.setdefault(index, []).append(a)
+        result: PerParameter = [None] * len(self.parameters)
+        for index, tensors in inputs.items():
+            result[index] = _joined(tensors, dim=1)
         return result
 
-    def _is_elementwise(self, index: int) -> bool:
-        return next(
-            block.elementwise for call in self.calls for i, block in call.blocks if i == index
-        )
+    def averaged_gradients(self, columns: Sequence[Tensor]) -> PerParameter:
+        """Return gradients in every parameter, the material of Kronecker factors.
 
-    def jacobian_columns(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return, by parameter, the exact gradients ``[batch, column, numel]`` of ``sum_c outputs_c column_c`` per input."""
-        inputs = [
-            [None if block.a is None else block.a(call.x) for _, block in call.blocks]
-            for call in self.calls
-        ]
-        gathered: dict[int, list[Tensor]] = {}
+        Args:
+            columns: Directions ``[batch, C]`` to backpropagate.
+
+        Returns:
+            For a matrix, gradients in its outputs, summed over samples,
+            ``[batch, column, shared, (slots,) d_out]``; for all other parameters their exact
+            gradients ``[batch, column, numel]``.
+        """
+        scales = self._gradient_maps(scales_only=True)
+        folded: list[list[Tensor]] = [[] for _ in self.calls]
+        found = []
         for gradients, exact in self.gradients(columns):
-            for call, call_inputs, gradient in zip(self.calls, inputs, gradients, strict=True):
-                for (index, block), a in zip(call.blocks, call_inputs, strict=True):
-                    g = block.g(gradient)
-                    self._rows_per_input(g)
-                    product = kfac.jacobian(a, g, self.batch, **block.kinds)
-                    exact[index] = exact[index] + product if index in exact else product
-            for index, tensor in exact.items():
-                gathered.setdefault(index, []).append(tensor)
-        return {index: torch.stack(tensors, dim=1) for index, tensors in gathered.items()}
+            for call, gradient, sums in zip(self.calls, gradients, folded, strict=True):
+                sums.append(kfac.fold_gradients(gradient, call.levels))
+            for position, index, gradient_map in scales:
+                _add(exact, index, gradient_map(gradients[position]))
+            found.append(exact)
+        result = self._stacked(found)
+        for index, (block, parts) in self._at_positions(folded).items():
+            joined = _joined(parts, dim=2)
+            result[index] = joined if isinstance(block, MatrixBlock) else joined.sum(2)
+        return result
+
+    def _gradient_maps(self, scales_only: bool) -> list[tuple[int, int, Map]]:
+        """Return position of the call, index of the parameter and gradient map of all blocks.
+
+        Products of a scale with samples cannot be summed over samples before they are formed,
+        as those of matrices are (approximately) and those of biases (exactly).
+        """
+        maps = []
+        for position, call in enumerate(self.calls):
+            self._rows_per_input(call.output)
+            for index, block in call.blocks:
+                if not scales_only or _is_scale(block):
+                    maps.append((position, index, block.gradient_map(call.x, len(self.outputs))))
+        return maps
+
+    def _at_positions(self, folded: list[list[Tensor]]) -> dict[int, tuple[AnyBlock, list[Tensor]]]:
+        """Return folded gradients at the positions of each matrix, and summed for each bias.
+
+        For each call and column these are ``[batch * inner, ...]``; they become, by index of the
+        parameter and for each of its calls, ``[batch, column, shared, (slots,) d_out]``.
+        """
+        found: dict[int, tuple[AnyBlock, list[Tensor]]] = {}
+        for call, sums in zip(self.calls, folded, strict=True):
+            inner = self._rows_per_input(sums[0])
+            stacked = torch.stack([g.unflatten(0, (-1, inner)) for g in sums], dim=1)
+            for index, block in call.blocks:
+                if _is_scale(block):
+                    continue
+                g = rearrange(
+                    block.g(stacked.flatten(0, 2)),
+                    "(batch column inner) r ... -> batch column (inner r) ...",
+                    column=len(sums),
+                    inner=inner,
+                )
+                if isinstance(block, ElementwiseBlock):
+                    g = g.sum(2, keepdim=True)
+                found.setdefault(index, (block, []))[1].append(g)
+        return found
+
+    def _rows_per_input(self, x: Tensor) -> int:
+        """Return how many rows belong to one input: positions may be in the batch axis, too."""
+        batch = len(self.outputs)
+        if len(x) % batch:
+            raise ValueError(
+                f"a layer was called with {len(x)} rows for a batch of {batch}; the first axis "
+                "must be the batch, or a multiple of it (batch_first=True)"
+            )
+        return len(x) // batch
+
+    def _stacked(self, found: list[dict[int, Tensor]]) -> PerParameter:
+        """Stack the columns of each parameter, ``[batch, numel]`` to ``[batch, column, numel]``."""
+        result: PerParameter = [None] * len(self.parameters)
+        for index in found[0]:
+            result[index] = torch.stack([column[index] for column in found], dim=1)
+        return result
 
 
-def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+def _is_scale(block: AnyBlock) -> bool:
+    return isinstance(block, ElementwiseBlock) and block.a is not None
+
+
+def _add(totals: dict[int, Tensor], index: int, term: Tensor) -> None:
+    """Add what another call of a layer contributes to the gradient of its parameter."""
+    if index in totals:
+        term = totals[index] + term
+    totals[index] = term
+
+
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     """Join the positions of several calls: the calls of a layer are further shared positions."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors, dim)

@@ -1,95 +1,242 @@
-"""The samples of one input, a few at a time: a trace whose memory is that of some of its rows."""
+"""A batch in parts that fit into memory: some inputs, or some of their samples, at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from laplace_invariance.curvature.recompute import checkpointed, pull_back_through
-from laplace_invariance.curvature.trace.calls import Trace
-from laplace_invariance.hyper import differentiable
+from laplace_invariance.curvature.engines import Engine
+from laplace_invariance.curvature.engines.autograd import AutogradEngine
+from laplace_invariance.curvature.recompute import pull_back_through, recomputed
+from laplace_invariance.curvature.trace.calls import PerParameter, Trace
+from laplace_invariance.curvature.trace.matching import Match
+from laplace_invariance.curvature.trace.shortcuts import shortcuts
+from laplace_invariance.draws import recording, replaying
+from laplace_invariance.invariant import InvariantModel
 
-__all__ = ["ChunkedTrace"]
+__all__ = [
+    "AnyTrace",
+    "Chunk",
+    "ChunkedTrace",
+    "batch_size",
+    "check_finite",
+    "part_of",
+    "split",
+    "sum_over",
+]
 
-Run = Callable[..., AbstractContextManager[Trace]]  # run(create_graph=...)
-Evaluate = Callable[
-    [Trace, Tensor | None], dict[int, Tensor]
-]  # of a part's trace and a column to backpropagate, if any
+Output = TypeVar("Output", Tensor, Tensor | None)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some inputs of a batch.
+
+    Attributes:
+        x: Inputs ``[n, ...]``, or a mapping with such tensors in it.
+        rows: Their place in the batch.
+        tape: Random draws of the first pass, which the recomputation replays.
+    """
+
+    x: Any
+    rows: slice
+    tape: list[Tensor] = field(default_factory=list)
+
+
+def batch_size(x: Any, key: str) -> int:
+    """Return the number of inputs in a tensor, or in a mapping under the given key."""
+    return len(x[key] if isinstance(x, MutableMapping) else x)
+
+
+def check_finite(x: Any) -> None:
+    """Raise unless all numbers of the inputs are finite."""
+    for tensor in x.values() if isinstance(x, MutableMapping) else [x]:
+        numbers = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if numbers and not torch.isfinite(tensor).all():
+            raise ValueError(
+                "the input holds NaN or infinite values, which would make the evidence NaN as well"
+            )
+
+
+def part_of(x: Any, rows: slice) -> Any:
+    """Return some inputs of a tensor, or of a mapping with tensors in it."""
+    if not isinstance(x, MutableMapping):
+        return x[rows]
+    part = {k: v[rows] if isinstance(v, Tensor) else v for k, v in x.items()}
+    return type(x)(part)  # type: ignore[call-arg]  # such as a dict or transformers' BatchEncoding
+
+
+def split(x: Any, size: int, key: str) -> list[Chunk]:
+    """Split a batch into chunks of ``size`` inputs, or of one if that is less."""
+    size = max(1, size)
+    places = [slice(start, start + size) for start in range(0, batch_size(x, key), size)]
+    return [Chunk(part_of(x, rows), rows) for rows in places]
+
+
+def sum_over(
+    chunks: Sequence[Chunk], terms: Callable[[Chunk, bool], list[Tensor]], match: Match
+) -> tuple[Tensor, ...]:
+    """Sum terms over the chunks of a batch, as one node of the graph that recomputes them.
+
+    Loss and curvature are sums over inputs, so the memory of the node is that of one chunk, in
+    its forward and in its backward pass, and that of the graph is the chunks' inputs and draws.
+
+    Args:
+        chunks: The parts of the batch.
+        terms: Computes the terms of a chunk, and whether to do so differentiably.
+        match: Layers and parameters of the model.
+
+    Returns:
+        The sums, differentiable with respect to the hyperparameters of the model.
+
+    Raises:
+        RuntimeError: In the backward pass, if the weights are no longer those of the forward pass.
+    """
+    hyper = match.hyperparameters()
+    weights = _fingerprint(match)
+
+    def evaluate() -> list[Tensor]:
+        totals: list[Tensor] = []
+        for chunk in chunks:
+            with recording(chunk.tape):
+                found = [term.detach() for term in terms(chunk, False)]
+            if totals:
+                found = [total + term for total, term in zip(totals, found, strict=True)]
+            totals = found
+        return totals
+
+    def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+        if not torch.allclose(_fingerprint(match), weights, rtol=1e-5):
+            raise RuntimeError(
+                "the weights changed after fit(), so its evidence has no gradient any more; "
+                "fit again"
+            )
+        # shortcuts have no gradients of parameters, which those without a rule need
+        modules = [] if match.others else list(match.model.modules())
+        totals = [torch.zeros_like(tensor) for tensor in hyper]
+        for chunk in chunks:
+            with replaying(chunk.tape), shortcuts(modules):
+                gradients = pull_back_through(terms(chunk, True), cotangents, hyper)
+            for i, gradient in enumerate(gradients):
+                if gradient is not None:
+                    totals[i] = totals[i] + gradient
+        return totals
+
+    return recomputed(evaluate, pull_back, hyper)
+
+
+def _fingerprint(match: Match) -> Tensor:
+    """Return numbers that show whether the weights are the same."""
+    return torch.stack([parameter.detach().abs().sum() for parameter in match.parameters])
 
 
 class ChunkedTrace:
-    """Like :class:`Trace`, but the sum of several, each of which is run when asked and recomputed to be differentiated.
+    """Like :class:`Trace`, but the sum of several, each over some of the samples.
 
-    Outputs, averaged inputs, averaged gradients and Jacobians are sums over samples. Each term is a checkpoint of its own,
-    so that no more than one part's graph, of one column, is alive at a time. The price is one more forward pass per part,
-    and per part and column in the backward pass.
+    Outputs, averaged inputs, averaged gradients and Jacobians are sums over samples. Each term is
+    a recomputed node of its own, so that no more than one part's graph, of one column, is alive
+    at a time. The price is one more forward pass per part, and per part and column in the
+    backward pass.
 
     Args:
-        parts: functions that run a part of the samples, each the context of its :class:`Trace`.
-        hyper: the hyperparameters to differentiate in.
+        x: Inputs ``[batch, ...]``.
+        match: Layers and parameters of the model, an :class:`InvariantModel`.
+        size: Number of samples in a part.
+        engine: Engine that computes values; derivatives are computed by autograd.
+        differentiate: Whether the curvature will be differentiated.
+
+    Attributes:
+        outputs: The model's outputs ``[batch, C]``.
+        differentiate: Whether the curvature will be differentiated.
     """
 
-    def __init__(self, parts: Sequence[Run], hyper: Sequence[Tensor]) -> None:
-        self._parts = parts
-        self._hyper = list(hyper)
-        (self.outputs,) = self._sum(lambda trace, column: {0: trace.outputs}).values()
-        self.batch = len(self.outputs)
+    def __init__(
+        self, x: Tensor, match: Match, size: int, engine: Engine, differentiate: bool
+    ) -> None:
+        assert isinstance(match.model, InvariantModel)
+        draws = match.model.draw(len(x))
+        average = partial(match.model.average, draws=draws)
+        starts = range(0, draws.shape[1], size)
+        self._parts = [partial(average, part=slice(start, start + size)) for start in starts]
+        self._x = x
+        self._match = match
+        self._engine = engine
+        self.differentiate = differentiate
+        (self.outputs,) = self._sum(_outputs)
 
-    def averaged_inputs(self) -> dict[int, Tensor]:
-        """As :meth:`Trace.averaged_inputs`."""
-        return self._sum(lambda trace, column: trace.averaged_inputs())
+    def averaged_inputs(self) -> PerParameter:
+        """Return what each matrix is applied to, as :meth:`Trace.averaged_inputs`."""
+        return self._sum(_averaged_inputs)
 
-    def averaged_gradients(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
-        """As :meth:`Trace.averaged_gradients`."""
-        return _join(
-            [
-                self._sum(lambda trace, column: trace.averaged_gradients([column]), column)
-                for column in columns
-            ]
-        )
+    def averaged_gradients(self, columns: Sequence[Tensor]) -> PerParameter:
+        """Return gradients in every parameter, as :meth:`Trace.averaged_gradients`."""
+        return self._join_columns(Trace.averaged_gradients, columns)
 
-    def jacobian_columns(self, columns: Sequence[Tensor]) -> dict[int, Tensor]:
-        """As :meth:`Trace.jacobian_columns`."""
-        return _join(
-            [
-                self._sum(lambda trace, column: trace.jacobian_columns([column]), column)
-                for column in columns
-            ]
-        )
+    def jacobian_columns(self, columns: Sequence[Tensor]) -> PerParameter:
+        """Return the exact gradients of each input, as :meth:`Trace.jacobian_columns`."""
+        return self._join_columns(Trace.jacobian_columns, columns)
 
-    def _sum(self, evaluate: Evaluate, column: Tensor | None = None) -> dict[int, Tensor]:
-        """Sum ``evaluate(trace, column)`` over the parts, differentiably in hyperparameters and column."""
-        totals: dict[int, Tensor] = {}
-        for part in self._parts:
-            for key, term in _term(part, evaluate, self._hyper, column).items():
-                totals[key] = totals[key] + term if key in totals else term
+    def _join_columns(
+        self, evaluate: Callable[[Trace, Sequence[Tensor]], PerParameter], columns: Sequence[Tensor]
+    ) -> PerParameter:
+        found = [self._sum(evaluate, [column]) for column in columns]
+        joined: PerParameter = []
+        for tensors in zip(*found, strict=True):
+            called = [tensor for tensor in tensors if tensor is not None]
+            joined.append(torch.cat(called, dim=1) if called else None)
+        return joined
+
+    def _sum(
+        self,
+        evaluate: Callable[[Trace, Sequence[Tensor]], list[Output]],
+        columns: Sequence[Tensor] = (),
+    ) -> list[Output]:
+        """Sum over parts, differentiably with respect to hyperparameters and columns."""
+        totals = list(self._term(self._parts[0], evaluate, columns))
+        for part in self._parts[1:]:
+            for i, term in enumerate(self._term(part, evaluate, columns)):
+                total = totals[i]
+                if total is None:
+                    totals[i] = term
+                elif term is not None:
+                    totals[i] = total + term
         return totals
 
+    def _term(
+        self,
+        part: Callable[[Any], Tensor],
+        evaluate: Callable[[Trace, Sequence[Tensor]], list[Output]],
+        columns: Sequence[Tensor],
+    ) -> tuple[Output, ...]:
+        hyper: list[Tensor] = self._match.hyperparameters()
 
-def _term(
-    part: Run, evaluate: Evaluate, hyper: list[Tensor], column: Tensor | None
-) -> dict[int, Tensor]:
-    keys: list[int] = []
+        def forward() -> list[Output]:
+            with self._engine.run(part, self._x, self._match) as trace:
+                return evaluate(trace, [column.detach() for column in columns])
 
-    def forward() -> list[Tensor]:
-        with part(create_graph=False) as trace:
-            result = evaluate(trace, None if column is None else column.detach())
-        keys[:] = result
-        return list(result.values())
+        def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+            leaves: list[Tensor] = []
+            for column in columns:
+                leaves.append(column.detach().requires_grad_(column.requires_grad))
+            engine = AutogradEngine(differentiate=True)
+            with engine.run(part, self._x, self._match) as trace:
+                outputs = evaluate(trace, leaves)
+            return pull_back_through(outputs, cotangents, [*hyper, *leaves])
 
-    def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        leaf = [] if column is None else [column.detach().requires_grad_(column.requires_grad)]
-        with differentiable(), part(create_graph=True) as trace:
-            outputs = list(evaluate(trace, *(leaf or [None])).values())
-        return pull_back_through(outputs, cotangents, [*hyper, *leaf])
-
-    inputs = [*hyper, *([] if column is None else [column])]
-    terms = checkpointed(forward, pull_back, inputs)  # fills the keys
-    return dict(zip(keys, terms, strict=True))
+        return recomputed(forward, pull_back, [*hyper, *columns])
 
 
-def _join(columns: list[dict[int, Tensor]]) -> dict[int, Tensor]:
-    return {key: torch.cat([column[key] for column in columns], dim=1) for key in columns[0]}
+def _outputs(trace: Trace, columns: Sequence[Tensor]) -> list[Tensor]:
+    return [trace.outputs]
+
+
+def _averaged_inputs(trace: Trace, columns: Sequence[Tensor]) -> PerParameter:
+    return trace.averaged_inputs()
+
+
+AnyTrace = Trace | ChunkedTrace

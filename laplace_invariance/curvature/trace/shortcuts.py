@@ -1,15 +1,16 @@
 """Cheaper double backward passes through activations, max pooling and convolutions.
 
-The gradient to hyperparameters differentiates K backward passes through the same layers. Autograd does so one by one: for
-each column it multiplies with the second derivative of an activation, it carries a second derivative of ReLU and max pooling
-along that is zero, and it computes a gradient of convolution weights that nobody asked for. Inside :func:`shortcuts`,
+The gradient to hyperparameters differentiates K backward passes through the same layers.
+Autograd does so one by one: for each column it multiplies with the second derivative of an
+activation, it carries a second derivative of ReLU and max pooling along that is zero, and it
+computes a gradient of convolution weights that nobody asked for. Inside :func:`shortcuts`,
 
-- the first derivative ``d`` of an activation is one tensor of the graph, shared by all columns, so that the second derivative is
-  applied once, to the sum of what arrives at ``d``;
+- the first derivative ``d`` of an activation is one tensor of the graph, shared by all columns,
+  so that the second derivative is applied once, to the sum of what arrives at ``d``;
 - the derivative of ReLU and of max pooling depends on nothing;
 - a convolution is a linear map, whose adjoint is a linear map.
 
-Results are the same. What a model calls as a function, not as a module, takes autograd's way.
+Results are the same. What a model calls as a function, not as a module, is left to autograd.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["shortcuts"]
 
@@ -38,7 +40,7 @@ POOLING = (
 
 
 class _Elementwise(torch.autograd.Function):
-    """``y`` as a function of ``x`` with derivative ``d``, a tensor that may itself depend on ``x``."""
+    """``y`` as a function of ``x`` with derivative ``d``, which may itself depend on ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, d: Tensor, y: Tensor) -> Tensor:
@@ -52,11 +54,12 @@ class _Elementwise(torch.autograd.Function):
 
 
 class _Detached(torch.autograd.Function):
-    """``y`` as a function of ``x``, whose derivative is that of ``y`` at the constant ``leaf``, a copy of ``x``."""
+    """``y`` as a function of ``x``, with the derivative of ``y`` at ``leaf``, a constant copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, leaf: Tensor, y: Tensor) -> Tensor:
-        ctx.leaf, ctx.y = leaf, y
+        ctx.leaf = leaf
+        ctx.y = y
         return y.detach()
 
     @staticmethod
@@ -74,7 +77,9 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
-        ctx.module, ctx.like, ctx.weight = module, x.detach(), module.weight.detach()
+        ctx.module = module
+        ctx.like = x.detach()
+        ctx.weight = module.weight.detach()
         return y.detach()
 
     @staticmethod
@@ -89,41 +94,48 @@ class _ConvolutionAdjoint(torch.autograd.Function):
     def forward(
         ctx: Any, gradient: Tensor, like: Tensor, weight: Tensor, module: nn.modules.conv._ConvNd
     ) -> Tensor:
-        ctx.module, ctx.weight = module, weight
-        n = len(module.kernel_size)
+        ctx.module = module
+        ctx.weight = weight
         result, _, _ = torch.ops.aten.convolution_backward(
-            gradient, like, weight, None, module.stride, module.padding, module.dilation, False, [0] * n, module.groups,
-            [True, False, False],
-        )  # fmt: skip
+            gradient,
+            like,
+            weight,
+            None,
+            module.stride,
+            module.padding,
+            module.dilation,
+            transposed=False,
+            output_padding=[0] * len(module.kernel_size),
+            groups=module.groups,
+            output_mask=[True, False, False],
+        )
         return result
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
         m = ctx.module
-        functional = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(m.kernel_size)]
-        return (
-            functional(cotangent, ctx.weight, None, m.stride, m.padding, m.dilation, m.groups),
-            None,
-            None,
-            None,
-        )
+        convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(m.kernel_size)]
+        result = convolve(cotangent, ctx.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        return result, None, None, None
 
 
 def _differentiated(args: tuple[Tensor, ...]) -> bool:
     return len(args) == 1 and args[0].requires_grad
 
 
-def _convolution(module: nn.modules.conv._ConvNd, args: tuple[Tensor], y: Tensor) -> Tensor | None:
+def _convolution(
+    module: nn.modules.conv._ConvNd, args: tuple[Tensor, ...], y: Tensor
+) -> Tensor | None:
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    plain = (
-        plain and module.weight.is_leaf and (module.bias is None or module.bias.is_leaf)
-    )  # not computed from anything
-    if not plain or not _differentiated(args) or args[0].ndim != len(module.kernel_size) + 2:
+    leaves = module.weight.is_leaf and (module.bias is None or module.bias.is_leaf)
+    if not (plain and leaves) or not _differentiated(args):
+        return None
+    if args[0].ndim != len(module.kernel_size) + 2:
         return None
     return _Convolution.apply(args[0], y, module)
 
 
-def _activation(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | None:
+def _activation(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
     if not _differentiated(args) or getattr(module, "inplace", False):
         return None
     (x,) = args
@@ -134,18 +146,26 @@ def _activation(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | N
 
 @contextmanager
 def shortcuts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Make double backward passes through the modules cheaper; gradients of their parameters are not to be had inside."""
+    """Make double backward passes through modules cheaper, and possible through attention.
+
+    Parameter gradients are not available inside the context, but for modules left out.
+
+    Args:
+        modules: Modules to look for activations, max pooling and convolutions, by exact type.
+    """
     handles = []
     pooled: dict[nn.Module, Tensor] = {}
 
-    def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+    def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
         if not _differentiated(args):
             return None
         pooled[module] = args[0]
         return (args[0].detach().requires_grad_(),)
 
-    def after(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor | None:
-        return _Detached.apply(pooled.pop(module), args[0], y) if module in pooled else None
+    def after(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
+        if module not in pooled:
+            return None
+        return _Detached.apply(pooled.pop(module), args[0], y)
 
     for module in modules:
         if type(module) in SMOOTH + PIECEWISE_LINEAR:
@@ -156,7 +176,8 @@ def shortcuts(modules: Iterable[nn.Module]) -> Iterator[None]:
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after, prepend=True))
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Architectures: what kron covers, what it refuses with a clear error, and the exact diagonal as a way out."""
+"""Architectures: what kron covers, what it refuses, and the exact diagonal as a way out."""
 
 import pytest
 import torch
@@ -37,10 +37,10 @@ class Residual(nn.Module):
 
 
 def resnet(inplace=True):
-    net = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=inplace), Residual(4, inplace), Residual(4, inplace),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES),
-    )  # fmt: skip
+    stem = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=inplace)]
+    blocks = [Residual(4, inplace), Residual(4, inplace)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)]
+    net = nn.Sequential(*stem, *blocks, *head)
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_()
@@ -515,7 +515,7 @@ def test_samples_are_folded_in_the_order_in_which_they_were_made():
 
 
 def gradient_error(model, x, step=1e-6, **options):
-    """Relative error of the gradient of every hyperparameter, stock fit and backward against central differences."""
+    """Largest relative error of the gradient of a hyperparameter, from central differences."""
     loader = DataLoader(TensorDataset(x, torch.arange(len(x)) % CLASSES), batch_size=4)
 
     def evidence():
@@ -555,7 +555,7 @@ def test_layers_around_an_invariant_model():
     assert gradient_error(model, torch.randn(7, 2)) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=["whole", "chunk_size=2"])
 def test_nested_invariant_models(options):
     inner = li.InvariantModel(small_net(), li.AffinePoints(init=0.3), 2)
     model = li.InvariantModel(inner, li.AffinePoints(init=0.2), 3)
