@@ -27,7 +27,6 @@ __all__ = [
     "StepGuard",
     "differentiable",
     "hyperparameters",
-    "is_differentiable",
     "learning",
     "named_hyperparameters",
 ]
@@ -46,11 +45,6 @@ def differentiable() -> Iterator[None]:
         yield
     finally:
         _differentiable.reset(token)
-
-
-def is_differentiable() -> bool:
-    """Return whether the caller is inside :func:`differentiable`."""
-    return _differentiable.get()
 
 
 class Hyperparameterised(nn.Module):
@@ -80,7 +74,7 @@ class Hyperparameterised(nn.Module):
     def hyperparameter(self, name: str) -> Tensor:
         """Return the hyperparameter ``name``, detached unless inside :func:`differentiable`."""
         value = self.get_buffer(name)
-        if is_differentiable():
+        if _differentiable.get():
             return value
         return value.detach()
 
@@ -126,7 +120,8 @@ def _owned_hyperparameters(module: nn.Module) -> Iterator[tuple[str, Hyperparame
     for prefix, owner in module.named_modules():
         if not isinstance(owner, Hyperparameterised):
             continue
-        for name, tensor in owner._own_hyperparameters().items():
+        for name in owner._hyperparameter_names:
+            tensor = owner.get_buffer(name)
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{prefix}.{name}".removeprefix("."), owner, tensor
@@ -140,7 +135,7 @@ def named_hyperparameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def hyperparameters(module: nn.Module) -> Iterator[Tensor]:
     """Yield every hyperparameter of ``module``, each tensor once."""
-    for _, tensor in named_hyperparameters(module):
+    for _, _, tensor in _owned_hyperparameters(module):
         yield tensor
 
 

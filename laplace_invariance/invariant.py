@@ -10,22 +10,13 @@ from torch import Tensor, nn
 from laplace_invariance.augmentations.base import Augmentation, check_n_samples
 from laplace_invariance.draws import are_fixed, taped
 
-__all__ = ["InvariantModel", "Levels", "SampleMean", "current_levels"]
+__all__ = ["LEVELS", "InvariantModel", "Levels", "SampleMean"]
 
 
 # Sampling levels of the current forward pass, outermost first: the batch size and sample weights
 # [S] of each enclosing InvariantModel.
 Levels = tuple[tuple[int, Tensor], ...]
-_levels: ContextVar[Levels] = ContextVar("laplace_invariance_levels", default=())
-
-
-def current_levels() -> Levels:
-    """Return the sampling levels of the current forward pass, outermost first.
-
-    Returns:
-        Batch size and sample weights ``[S]`` of each enclosing :class:`InvariantModel`.
-    """
-    return _levels.get()
+LEVELS: ContextVar[Levels] = ContextVar("laplace_invariance_levels", default=())
 
 
 class SampleMean(nn.Module):
@@ -105,11 +96,11 @@ class InvariantModel(nn.Module):
         """
         weights = self.augmentation.weights(draws.shape[1])[part]
         samples = self.augmentation.transform(x, draws[:, part])
-        token = _levels.set((*_levels.get(), (len(x), weights)))
+        token = LEVELS.set((*LEVELS.get(), (len(x), weights)))
         try:
             outputs = self.net(samples.flatten(0, 1))
         finally:
-            _levels.reset(token)
+            LEVELS.reset(token)
         return self.mean(outputs, weights)
 
     def extra_repr(self) -> str:

@@ -2,24 +2,19 @@
 
 import dataclasses
 import inspect
+import math
 import random
 import typing
 
 import numpy as np
-
-
-import math
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
+from laplace_invariance import FiniteGroup, InvariantModel
 from laplace_invariance.marglik import Evidence
 from laplace_invariance.marglik.settings import Settings
-
-
-from laplace_invariance import FiniteGroup, InvariantModel
 
 
 class Gain(nn.Module):
