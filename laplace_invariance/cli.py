@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from laplace_invariance import __version__
 from laplace_invariance.experiments.checks import Config, choices_of, normalised
-from laplace_invariance.experiments.configs import (
+from laplace_invariance.experiments.options import (
     CompareConfig,
     DemoConfig,
     LayersConfig,

@@ -23,6 +23,6 @@ Every function takes the configuration, a directory ``out`` for its results (Non
 another process uses the directory. The directory has ``experiment.json`` (the configuration) and
 ``summary.json`` (the result); those of single runs also ``history.jsonl`` and ``checkpoint.pt``.
 
-:mod:`.configs` defines all configurations without importing torch, and :mod:`.base` what the
+:mod:`.options` defines all configurations without importing torch, and :mod:`.base` what the
 experiments share: the run directory, the seed, the data, the training recipe.
 """

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import Augmentation
 from laplace_invariance.experiments.checks import Config
-from laplace_invariance.experiments.configs import ImagesConfig
+from laplace_invariance.experiments.options import ImagesConfig
 from laplace_invariance.files import locked, read_json, write_json, write_text
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import Standardise

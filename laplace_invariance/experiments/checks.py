@@ -1,6 +1,6 @@
 """Configurations that check themselves: their base class, and checks that they share.
 
-Like :mod:`.configs` this imports neither torch nor numpy.
+Like :mod:`.options` this imports neither torch nor numpy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the fields of configurations may be: types, and the meanings of their values.
 
-Like :mod:`.configs` this imports neither torch nor numpy. A test compares the types with what data
+Like :mod:`.options` this imports neither torch nor numpy. A test compares the types with what data
 sets, layers and augmentations know.
 """
 

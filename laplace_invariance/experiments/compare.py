@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from laplace_invariance import plots
 from laplace_invariance.experiments.base import RunDirectory, say
-from laplace_invariance.experiments.configs import CompareConfig
 from laplace_invariance.experiments.learn import LearnResult, learn
+from laplace_invariance.experiments.options import CompareConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

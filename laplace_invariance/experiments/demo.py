@@ -24,7 +24,7 @@ from laplace_invariance.augmentations import AffinePoints
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.datasets import rotate, rotated_shapes
 from laplace_invariance.experiments.base import RunDirectory, accuracy, say, seeded
-from laplace_invariance.experiments.configs import DemoConfig
+from laplace_invariance.experiments.options import DemoConfig
 from laplace_invariance.hyper import learning
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.tables import labelled

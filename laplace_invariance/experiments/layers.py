@@ -32,7 +32,7 @@ from laplace_invariance.experiments.base import (
     training_seconds,
 )
 from laplace_invariance.experiments.choices import LAYERS_METHODS, LAYERS_TASKS
-from laplace_invariance.experiments.configs import LayersConfig
+from laplace_invariance.experiments.options import LayersConfig
 from laplace_invariance.layers import Standardise, closed_paths, equivariant_cnn
 from laplace_invariance.marglik import MAP, Evidence, Objective, Result, marglik_training
 from laplace_invariance.metrics import LayerReport, PathReport, layer_report

@@ -35,7 +35,7 @@ from laplace_invariance.experiments.base import (
     training_seconds,
 )
 from laplace_invariance.experiments.choices import LEARN_METHODS
-from laplace_invariance.experiments.configs import LearnConfig
+from laplace_invariance.experiments.options import LearnConfig
 from laplace_invariance.layers import FixupResNet, cnn, mlp
 from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, marglik_training
 from laplace_invariance.tables import labelled

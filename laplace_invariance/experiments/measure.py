@@ -34,7 +34,7 @@ from laplace_invariance.experiments.base import (
     training_seconds,
 )
 from laplace_invariance.experiments.choices import MEASURE_METHODS, MeasureMethod
-from laplace_invariance.experiments.configs import MeasureConfig
+from laplace_invariance.experiments.options import MeasureConfig
 from laplace_invariance.layers import cnn
 from laplace_invariance.marglik import MAP, Evidence, Objective, Regularised, marglik_training
 from laplace_invariance.metrics import (

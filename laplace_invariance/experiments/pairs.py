@@ -24,7 +24,7 @@ from laplace_invariance.autoencoder import InvariantAutoencoder, inverse_distanc
 from laplace_invariance.datasets import HiddenShifts, fourier_code
 from laplace_invariance.experiments.base import RunDirectory, seeded
 from laplace_invariance.experiments.choices import PAIRS_TASKS
-from laplace_invariance.experiments.configs import PairsConfig
+from laplace_invariance.experiments.options import PairsConfig
 from laplace_invariance.tables import table
 
 if TYPE_CHECKING:

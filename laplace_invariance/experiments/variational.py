@@ -26,7 +26,7 @@ from laplace_invariance.experiments.base import (
     seeded,
 )
 from laplace_invariance.experiments.choices import VARIATIONAL_METHODS, VariationalMethod
-from laplace_invariance.experiments.configs import VariationalConfig
+from laplace_invariance.experiments.options import VariationalConfig
 from laplace_invariance.tables import table
 from laplace_invariance.variational import ShallowNetwork, fit
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.marglik.checkpoints import Journal, RandomStates
+from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
 from laplace_invariance.marglik.settings import (
     Callback,
@@ -30,7 +31,6 @@ from laplace_invariance.marglik.settings import (
     Schedule,
     Settings,
 )
-from laplace_invariance.marglik.trainer import Trainer
 
 __all__ = ["Result", "marglik_training"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from laplace_invariance.experiments.base import RunDirectory, accuracy, cosine_recipe, seeded
-from laplace_invariance.experiments.configs import LayersConfig, LearnConfig, MeasureConfig
+from laplace_invariance.experiments.options import LayersConfig, LearnConfig, MeasureConfig
 
 CONFIG = LearnConfig()
 

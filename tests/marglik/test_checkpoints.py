@@ -24,7 +24,7 @@ from builders import (
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
 from laplace_invariance.marglik import Augerino, checkpoints
-from laplace_invariance.marglik.trainer import Trainer
+from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 

@@ -21,7 +21,7 @@ import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.marglik import MAP, Augerino
 from laplace_invariance.marglik.evidence import PartlyDifferentiable
-from laplace_invariance.marglik.trainer import Trainer
+from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 

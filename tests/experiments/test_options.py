@@ -13,7 +13,8 @@ from laplace_invariance.autoencoder import LAYER_KINDS
 from laplace_invariance.cli import VERBS
 from laplace_invariance.datasets.synthetic import PAIR_TASKS
 from laplace_invariance.experiments import choices
-from laplace_invariance.experiments.configs import (
+from laplace_invariance.experiments.learn import LEARN_NETWORKS
+from laplace_invariance.experiments.options import (
     CompareConfig,
     DemoConfig,
     ImagesConfig,
@@ -23,7 +24,6 @@ from laplace_invariance.experiments.configs import (
     PairsConfig,
     VariationalConfig,
 )
-from laplace_invariance.experiments.learn import LEARN_NETWORKS
 from laplace_invariance.layers.paths import PATHS
 
 KNOWN = {

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import laplace_invariance as li
 from laplace_invariance.layers.sparse import SparseLinear2d
 from laplace_invariance.marglik import checkpoints
-from laplace_invariance.marglik.trainer import Trainer
+from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 
