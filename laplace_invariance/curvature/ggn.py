@@ -66,9 +66,7 @@ class _AugmentedCurvature(CurvatureInterface):
         if on_unsupported not in ("error", "diag"):
             raise ValueError(f"on_unsupported must be 'error' or 'diag', got {on_unsupported!r}")
         if chunk_size is not None and chunk_size < 1:
-            raise ValueError(
-                f"chunk_size must be a positive number of rows, or None; got {chunk_size}"
-            )
+            raise ValueError(f"chunk_size must be a positive number or None, got {chunk_size}")
         self.kfac_approx = kfac_approx
         self.per_slot = per_slot
         self.chunk_size = chunk_size
@@ -84,8 +82,7 @@ class _AugmentedCurvature(CurvatureInterface):
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, DifferentiableKron]:
         """Return loss and Kronecker factors of a batch, differentiable in hyperparameters.
 
-        Returns:
-            The summed loss, and for each matrix ``[G, A / N]``, for other parameters ``[H]``.
+        For each matrix they are ``[G, A / N]``, for other parameters ``[H]``.
 
         Raises:
             NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
@@ -155,9 +152,7 @@ class _AugmentedCurvature(CurvatureInterface):
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient ``[batch, P]`` of each input's loss, and the summed loss.
 
-        Args:
-            x: Inputs ``[batch, ...]``; the draws of their samples are fresh.
-            y: Targets.
+        The draws of samples are fresh.
         """
         matched = self._prepare(x)
         gradients, loss = [], torch.zeros(())
@@ -181,17 +176,13 @@ class _AugmentedCurvature(CurvatureInterface):
             matched = match(self._model, self.params, self.model, chunks.part_of(x, slice(2)))
             if self.likelihood == Likelihood.CLASSIFICATION and matched.n_outputs < 2:
                 raise ValueError(
-                    "classification needs an output for each of at least two classes, "
-                    "the model has one output"
+                    "classification needs at least two classes, the model has one output"
                 )
             self._last_match = matched
         return matched
 
     def _chunk_size(self, matched: Match, explicit: bool) -> int:
-        """Return the number of inputs with ``chunk_size`` rows, or with gradients of bounded size.
-
-        A Jacobian in all parameters is formed if ``explicit``.
-        """
+        """Return the number of inputs with ``chunk_size`` rows, or bounded (explicit) gradients."""
         if matched.others:  # autograd sums over the batch, so there must be one input in it
             return 1
         if self.chunk_size is not None:
@@ -302,14 +293,12 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         dict_key_y: Key of the targets, for models that take a mapping.
         stochastic: Estimate the loss Hessian from random directions instead of all of them.
         num_samples: Number of random directions.
-        output_rank: Number of leading eigenvectors of each input's loss Hessian to use
-            (classification). A trained network confuses few classes, so two or three often carry
-            nearly all of it; ``discarded`` tells. The gradient holds the eigenvectors fixed,
-            which is exact at full rank.
+        output_rank: Number of leading eigenvectors of each input's loss Hessian (classification).
+            A trained network confuses few classes, so two or three often carry nearly all of it;
+            ``discarded`` tells. The gradient holds them fixed, which is exact at full rank.
         kfac_approx: ``"expand"`` or ``"reduce"``, for weights that are shared over positions.
-        per_slot: Whether layers whose matrix has a part for each slot (factored and sparse fully
-            connected ones) have a gradient factor for each slot as well, instead of their mean:
-            closer to the curvature, at no further backward pass.
+        per_slot: Whether layers whose matrix has slots (factored and sparse fully connected ones)
+            have a gradient factor for each, not their mean: closer to the curvature, at no cost.
         chunk_size: Number of rows (inputs times samples) to propagate at once; fewer need less
             memory and, below the number of samples of one input, further forward passes.
         on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a

@@ -157,13 +157,14 @@ class _Pass(ModuleExtension):
     def __call__(
         self, extension: _Columns, link: _Link, g_inp: tuple[Any, ...], g_out: tuple[Any, ...]
     ) -> None:
-        wanted = extension.pending.pop(link, None)
         columns = extension.saved_quantities.retrieve_quantity(
             link.output.data_ptr(), delete_old=True
         )
-        # a part of the graph that is walked through again, or cut off
-        if wanted is None or columns is None:
+        # No columns: the graph is cut off here, or autograd passes through the next link, which
+        # asks for the gradient of what this one returned; columns will arrive after that.
+        if columns is None or link not in extension.pending:
             return
+        wanted = extension.pending.pop(link)
         x = link.input0
         derivatives = _derivatives(link.module)
         if derivatives is None:
