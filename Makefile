@@ -16,18 +16,18 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(READY)
 
-demo: $(READY)  ## learn how far digits were turned, about a minute; figures go to demo/
+demo: $(READY)  ## learn how far digits were rotated, about a minute; figures go to demo/
 	rm -rf demo
 	$(BIN)/laplace-invariance learn --data digits --transform fully-rotated --out demo
 
 test: $(READY)  ## run the tests, a few minutes on two cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: $(READY)  ## run the slow tests as well
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest -n auto -m 'slow or not slow'
 
 coverage: $(READY)  ## run the tests and report the lines that they do not reach
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest -n auto --cov --cov-report=term
 
 lint: $(READY)  ## check style, formatting, types and who imports whom
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
-"""Time and memory of curvature and of its gradient, as multiples of one training step on the same batch.
+"""Time and memory of curvature and of its gradient, as multiples of one training step.
 
-``python benchmarks/bench.py`` measures and prints tables; ``--write`` also keeps them in benchmarks/README.md. Ratios are measured side by
-side in one process, as the minimum of several rounds; memory in a fresh process each, as peak above the start.
+``python benchmarks/bench.py`` measures and prints tables; ``--write`` also keeps them in
+benchmarks/README.md. Ratios are measured side by side in one process on the same batch, as the
+minimum of several rounds; memory is measured in a fresh process each, as peak above the start.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# glibc returns large blocks to the system, and the page faults then cost up to 3.5 times the work: same for all sides
+# glibc returns large blocks to the system, and the page faults then cost up to 3.5 times the work.
+# The same settings hold for all that is compared.
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
@@ -31,22 +33,32 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def network(name: str):
+    """Return an untrained network, one of ``NETWORKS``."""
     from torch import nn
 
     if name == "MLP":
         return nn.Sequential(
             nn.Flatten(), nn.Linear(784, 1000), nn.Tanh(), nn.Linear(1000, CLASSES)
         )
-    act = nn.ReLU if name.endswith("ReLU") else nn.Tanh
+    activation = nn.ReLU if name == "LeNet-ReLU" else nn.Tanh
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), act(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5), act(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(400, 120), act(), nn.Linear(120, 84), act(), nn.Linear(84, CLASSES),
-    )  # fmt: skip
+        nn.Conv2d(1, 6, 5, padding=2),
+        activation(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        activation(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        activation(),
+        nn.Linear(120, 84),
+        activation(),
+        nn.Linear(84, CLASSES),
+    )
 
 
 def setting(name: str, n_samples: int):
-    """Return a model of moderately confident predictions, and a batch."""
+    """Return a model with moderately confident predictions, and a batch."""
     import torch
 
     import laplace_invariance as li
@@ -58,11 +70,28 @@ def setting(name: str, n_samples: int):
     return model, x, y
 
 
-def steps(name: str, n_samples: int) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name; the first is the unit."""
-    import torch
-
+def backend(variant: str, model):
+    """Return the backend of a variant, one of ``VARIANTS``."""
     from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+
+    if variant == "EF":
+        return AugmentedEF(model, "classification")
+    if variant == "GGN, output_rank=2":
+        return AugmentedGGN(model, "classification", output_rank=2)
+    return AugmentedGGN(model, "classification")
+
+
+def outputs_of(loss, kron) -> list:
+    """Return all that a backend computes for a batch: the loss and every Kronecker factor."""
+    outputs = [loss]
+    for factors in kron.kfacs:
+        outputs += factors
+    return outputs
+
+
+def steps(name: str, n_samples: int) -> dict[str, Callable[[], object]]:
+    """Return the functions to time, by name; the first is the unit."""
+    import torch
 
     model, x, y = setting(name, n_samples)
     model.eval()
@@ -72,19 +101,16 @@ def steps(name: str, n_samples: int) -> dict[str, Callable[[], object]]:
         torch.nn.functional.cross_entropy(model(x), y).backward()
 
     result: dict[str, Callable[[], object]] = {"forward + backward": training}
-    backends = {
-        VARIANTS[0]: AugmentedGGN(model, "classification"),
-        VARIANTS[1]: AugmentedGGN(model, "classification", output_rank=2),
-        VARIANTS[2]: AugmentedEF(model, "classification"),
-    }
-    for variant, backend in backends.items():
-        loss, kron = backend.kron(x, y, N=BATCH)
-        outputs = [loss, *(factor for factors in kron.kfacs for factor in factors)]
+    for variant in VARIANTS:
+        curvature = backend(variant, model)
+        outputs = outputs_of(*curvature.kron(x, y, N=BATCH))
         weights = [torch.randn_like(output) for output in outputs]
-        weights = [w + w.mT if w.ndim == 2 else w for w in weights]
+        for i, weight in enumerate(weights):
+            if weight.ndim == 2:
+                weights[i] = weight + weight.mT  # cotangents of symmetric matrices are symmetric
 
-        def factors(backend=backend) -> None:
-            backend.kron(x, y, N=BATCH)
+        def factors(curvature=curvature) -> None:
+            curvature.kron(x, y, N=BATCH)
 
         def gradient(outputs=outputs, weights=weights) -> None:
             torch.autograd.grad(outputs, model.augmentation.eta, weights)
@@ -95,12 +121,12 @@ def steps(name: str, n_samples: int) -> dict[str, Callable[[], object]]:
 
 
 def times(name: str, n_samples: int, rounds: int) -> dict[str, float]:
-    """Return the smallest time of each step in seconds, over rounds in which all take turns."""
+    """Return the smallest time of each step in seconds, over rounds in which all alternate."""
     return fastest(steps(name, n_samples), rounds)
 
 
 def fastest(measured: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the smallest time of each function in seconds, over rounds in which all take turns."""
+    """Return the smallest time of each function in seconds, over rounds in which all alternate."""
     best = dict.fromkeys(measured, float("inf"))
     for _ in range(rounds):
         for label, step in measured.items():
@@ -124,31 +150,23 @@ def memory(name: str, n_samples: int, step: str) -> float:
     """Return the peak memory of one step above the start, in MB."""
     import torch
 
-    from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
-
     model, x, y = setting(name, n_samples)
     model.eval()
     variant, _, what = step.partition(": ")
+    curvature = backend(variant, model)  # before the start, since it imports
     start = resident()
     if step == "forward + backward":
         torch.nn.functional.cross_entropy(model(x), y).backward()
         return peak() - start
-    backend = (
-        AugmentedEF(model, "classification")
-        if variant == "EF"
-        else AugmentedGGN(model, "classification", output_rank=2 if "rank" in variant else None)
-    )
-    loss, kron = backend.kron(x, y, N=BATCH)
+    outputs = outputs_of(*curvature.kron(x, y, N=BATCH))
     if what == "gradient":
-        outputs = [loss, *(factor for factors in kron.kfacs for factor in factors)]
-        torch.autograd.grad(
-            outputs, model.augmentation.eta, [torch.ones_like(output) for output in outputs]
-        )
+        weights = [torch.ones_like(output) for output in outputs]
+        torch.autograd.grad(outputs, model.augmentation.eta, weights)
     return peak() - start
 
 
 def evidence_memory(n: int) -> float:
-    """Return the peak memory of a process that fits ``n`` images and differentiates the evidence, in MB."""
+    """Fit ``n`` images, differentiate the evidence, and return the peak memory in MB."""
     import torch
     from laplace import Laplace
     from torch.utils.data import DataLoader, TensorDataset
@@ -170,29 +188,38 @@ def evidence_memory(n: int) -> float:
 
 
 def fresh(call: str, module: str = "bench") -> object:
-    """Evaluate an expression of this or another module in a fresh process with the allocator set, and return its value."""
-    code = f"import sys, json, warnings; warnings.simplefilter('ignore'); sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    code += f"import {module}; print('RESULT ' + json.dumps({module}.{call}))"
+    """Return the value of a call to this or another module, in a fresh process.
+
+    The allocator is set as in ``ALLOCATOR``.
+    """
+    lines = [
+        "import json, sys, warnings",
+        "warnings.simplefilter('ignore')",
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
+        f"import {module}",
+        f"print('RESULT ' + json.dumps({module}.{call}))",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", "\n".join(lines)],
         env=os.environ | ALLOCATOR,
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not results:
         raise RuntimeError(f"{call} failed:\n{done.stderr}")
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    return json.loads(results[-1].removeprefix("RESULT "))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(
-        "| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]
-    )
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int, ...]) -> str:
+    """Measure time and memory of all steps, and return them as tables."""
     cells = [(name, n) for name in networks for n in samples]
     seconds, megabytes = {}, {}
     for name, n in cells:
@@ -224,38 +251,42 @@ def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int,
 
 
 def evidence_table() -> str:
+    """Measure the memory of an evidence and its gradient for two data sets, and return a table."""
     sizes = (2000, 8000)
     values = []
     for n in sizes:
         print(f"memory of fit + backward, N = {n} ...", file=sys.stderr, flush=True)
         values.append(fresh(f"evidence_memory({n})"))
-    rows = [
-        [
-            "peak resident memory, MB",
-            *(f"{value:.0f}" for value in values),
-            f"{values[1] / values[0]:.3f}",
-        ]
-    ]
-    return table(["LeNet, S = 8, batches of 100", *(f"N = {n}" for n in sizes), "ratio"], rows)
+    header = ["LeNet, S = 8, batches of 100", *(f"N = {n}" for n in sizes), "ratio"]
+    cells = [*(f"{value:.0f}" for value in values), f"{values[1] / values[0]:.3f}"]
+    return table(header, [["peak resident memory, MB", *cells]])
+
+
+def parser(description: str, rounds: int = 7) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument(
+        "--rounds", type=int, default=rounds, help="rounds of which the minimum is taken"
+    )
+    made.add_argument(
+        "--write", action="store_true", help="replace the tables in benchmarks/README.md"
+    )
+    return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds of which the minimum is taken"
-    )
-    parser.add_argument("--networks", nargs="*", default=["MLP", "LeNet"], choices=NETWORKS)
-    parser.add_argument("--samples", nargs="*", type=int, default=list(SAMPLES))
-    parser.add_argument(
-        "--write", action="store_true", help="replace the tables in benchmarks/README.md"
-    )
-    arguments = parser.parse_args()
+    """Measure, print the tables, and write them if asked to."""
+    options = parser(__doc__)
+    options.add_argument("--networks", nargs="*", default=["MLP", "LeNet"], choices=NETWORKS)
+    options.add_argument("--samples", nargs="*", type=int, default=list(SAMPLES))
+    arguments = options.parse_args()
     import torch
 
     tables = "\n\n".join(
         [
-            f"torch {torch.__version__}, {platform.machine()}, two threads, batch {BATCH}, C = {CLASSES}, 28 x 28, "
-            f"minimum of {arguments.rounds} rounds, malloc set as in `benchmarks/bench.py` for all.",
+            f"torch {torch.__version__}, {platform.machine()}, two threads, batch {BATCH}, "
+            f"C = {CLASSES}, 28 x 28, minimum of {arguments.rounds} rounds,\n"
+            "malloc set as in `benchmarks/bench.py` for all.",
             curvature_tables(arguments.rounds, tuple(arguments.networks), tuple(arguments.samples)),
             "Memory of `fit` + `log_marginal_likelihood().backward()`, whole processes:",
             evidence_table(),
@@ -267,7 +298,7 @@ def main() -> None:
 
 
 def write(name: str, text: str) -> None:
-    """Put the text between the marks of that name in benchmarks/README.md."""
+    """Put a text between the marks of that name in benchmarks/README.md."""
     page = ROOT / "benchmarks/README.md"
     before, start, rest = page.read_text().partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- end of {name} -->")

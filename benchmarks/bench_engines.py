@@ -1,24 +1,28 @@
 """The engines side by side: time and memory of curvature by each, as multiples of the native one.
 
-``python benchmarks/bench_engines.py`` measures and prints the tables; ``--write`` also keeps them in benchmarks/README.md.
+``python benchmarks/bench_engines.py`` measures and prints the tables; ``--write`` also keeps them
+in benchmarks/README.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable
+from functools import partial
 
-from bench import BATCH, CLASSES, fastest, fresh, network, peak, resident, setting, table, write
+import bench
+from bench import BATCH, CLASSES, fastest, network, peak, resident, setting, table
 
 ENGINES = ("", "BackPack", "Asdl")
 LABELS = {"": "native", "BackPack": "BackPACK", "Asdl": "ASDL"}
 STEPS = ("GGN kron", "GGN diag", "EF kron", "EF diag")
-CELLS = tuple((name, n) for name in ("MLP", "LeNet") for n in (1, 8))
+CELLS = (("MLP", 1), ("MLP", 8), ("LeNet", 1), ("LeNet", 8))  # network, samples
+
+fresh = partial(bench.fresh, module="bench_engines")
 
 
 def step(name: str, n_samples: int, engine: str, what: str) -> Callable[[], object]:
-    """Return what is measured: the curvature of one batch."""
+    """Return the function to measure: the curvature of one batch."""
     from laplace_invariance import curvature
 
     kind, structure = what.split()
@@ -28,6 +32,7 @@ def step(name: str, n_samples: int, engine: str, what: str) -> Callable[[], obje
 
 
 def times(name: str, n_samples: int, what: str, rounds: int) -> dict[str, float]:
+    """Return the smallest time of each engine, in seconds."""
     return fastest({engine: step(name, n_samples, engine, what) for engine in ENGINES}, rounds)
 
 
@@ -40,7 +45,7 @@ def memory(name: str, n_samples: int, engine: str, what: str) -> float:
 
 
 def stock_times(name: str, rounds: int) -> dict[str, float]:
-    """Return the times of Kronecker curvature of a plain network, by our engines and by laplace's own backends."""
+    """Return times of Kronecker curvature of a plain network, by our engines and by laplace's."""
     from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
 
     from laplace_invariance import curvature
@@ -59,52 +64,58 @@ def stock_times(name: str, rounds: int) -> dict[str, float]:
     return fastest({label: run(cls) for label, cls in (ours | stock).items()}, rounds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds of which the minimum is taken"
-    )
-    parser.add_argument(
-        "--write", action="store_true", help="replace the tables in benchmarks/README.md"
-    )
-    arguments = parser.parse_args()
-    header = ["", *(f"{name}, S = {n}" for name, n in CELLS)]
-    timed, sized = [], []
-    for what in STEPS:
-        call = f"{what!r}, {arguments.rounds})"
-        seconds = {
-            cell: fresh(f"times({cell[0]!r}, {cell[1]}, {call}", "bench_engines") for cell in CELLS
-        }
-        for engine in ENGINES:
-            ratios = [f"{seconds[cell][engine] / seconds[cell]['']:.2f}x" for cell in CELLS]
-            native = [f"{seconds[cell][''] * 1e3:.0f} ms" for cell in CELLS]
-            timed.append([f"{what}, {LABELS[engine]}", *(ratios if engine else native)])
+def time_rows(what: str, rounds: int) -> list[list[str]]:
+    """Measure a step in all cells; the first row has times, the others multiples of it."""
+    seconds = [fresh(f"times({name!r}, {n}, {what!r}, {rounds})") for name, n in CELLS]
+    rows = []
     for engine in ENGINES:
-        values = [
-            fresh(f"memory({name!r}, {n}, {engine!r}, 'GGN kron')", "bench_engines")
-            for name, n in CELLS
-        ]
-        sized.append([f"GGN kron, {LABELS[engine]}", *(f"{value:.0f} MB" for value in values)])
-    plain = {
-        name: fresh(f"stock_times({name!r}, {arguments.rounds})", "bench_engines")
-        for name in ("MLP", "LeNet")
-    }
-    stock = []
+        if engine:
+            cells = [f"{found[engine] / found['']:.2f}x" for found in seconds]
+        else:
+            cells = [f"{found[''] * 1e3:.0f} ms" for found in seconds]
+        rows.append([f"{what}, {LABELS[engine]}", *cells])
+    return rows
+
+
+def memory_rows(what: str) -> list[list[str]]:
+    """Measure the memory of a step in all cells, by each engine."""
+    rows = []
+    for engine in ENGINES:
+        found = [fresh(f"memory({name!r}, {n}, {engine!r}, {what!r})") for name, n in CELLS]
+        rows.append([f"{what}, {LABELS[engine]}", *(f"{value:.0f} MB" for value in found)])
+    return rows
+
+
+def stock_table(rounds: int) -> str:
+    """Measure plain networks, and return multiples of the native engine as a table."""
+    plain = {name: fresh(f"stock_times({name!r}, {rounds})") for name in ("MLP", "LeNet")}
+    rows = []
     for label in plain["MLP"]:
         ratios = [f"{plain[name][label] / plain[name]['native']:.2f}x" for name in plain]
-        stock.append([label, *ratios])
+        rows.append([label, *ratios])
+    return table(["GGN kron", *plain], rows)
+
+
+def main() -> None:
+    """Measure, print the tables, and write them if asked to."""
+    arguments = bench.parser(__doc__).parse_args()
+    rows = []
+    for what in STEPS:
+        rows += time_rows(what, arguments.rounds)
+    rows += memory_rows("GGN kron")
     text = "\n\n".join(
         [
-            f"Two threads, batch {BATCH}, minimum of {arguments.rounds} rounds, as a multiple of the native engine; peak memory "
-            "above the start.",
-            table(header, timed + sized),
-            "Kronecker curvature of the plain network, without samples, as a multiple of the native engine:",
-            table(["GGN kron", *plain], stock),
+            f"Two threads, batch {BATCH}, minimum of {arguments.rounds} rounds, "
+            "as a multiple of the native engine;\npeak memory above the start.",
+            table(["", *(f"{name}, S = {n}" for name, n in CELLS)], rows),
+            "Kronecker curvature of the plain network, without samples, "
+            "as a multiple of the native engine:",
+            stock_table(arguments.rounds),
         ]
     )
     print(text)
     if arguments.write:
-        write("engines", text)
+        bench.write("engines", text)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Time and memory of factored layers and of block-diagonal factors, against dense formulations of the same.
+"""Time and memory of factored layers and of block-diagonal factors, against dense formulations.
 
-``python benchmarks/bench_layers.py`` measures and prints tables; ``--write`` also keeps them in benchmarks/README.md. Times are the minimum
-of several rounds in which both sides take turns in one process; memory is that of a fresh process each, as peak above the start.
+``python benchmarks/bench_layers.py`` measures and prints tables; ``--write`` also keeps them in
+benchmarks/README.md. Times are the minimum of several rounds in which both sides alternate in one
+process; memory is that of a fresh process each, as peak above the start.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -14,12 +14,9 @@ from pathlib import Path
 
 import bench
 
-SIZES = (
-    (3, 10, 32, 32),
-    (10, 20, 32, 16),
-    (20, 40, 16, 8),
-    (40, 80, 8, 8),
-)  # channels, and height = width, in and out
+# channels in and out, height = width in and out
+SIZES = ((3, 10, 32, 32), (10, 20, 32, 16), (20, 40, 16, 8), (40, 80, 8, 8))
+FORMULATIONS = ("factored", "block-diagonal")
 BATCH = 128
 N_IMAGES = 5000
 DENSE_WIDTH = 2  # at which dense factors still fit
@@ -28,8 +25,12 @@ fresh = functools.partial(bench.fresh, module="bench_layers")
 
 
 def factored(size: tuple[int, ...], formulation: str):
-    """Return a function that runs a factored layer forward and backward, as it is or on inputs placed in blocks."""
+    """Return a function that runs a factored layer forward and backward.
+
+    The formulation "block-diagonal" places inputs in blocks of a large, mostly empty matrix.
+    """
     import torch
+    from einops import rearrange
 
     from laplace_invariance.layers import FactoredLinear2d
 
@@ -40,8 +41,8 @@ def factored(size: tuple[int, ...], formulation: str):
     x = torch.randn(BATCH, n_in, before, before, requires_grad=True)
 
     def placed(z: torch.Tensor) -> torch.Tensor:
-        """Bring ``[n, slots, d]`` to the ``[n, slots * d, slots]`` in which slot q has column q, and zeros elsewhere."""
-        return torch.diag_embed(z.mT).permute(0, 2, 1, 3).flatten(1, 2)
+        """Bring ``[n, slots, d]`` to ``[n, slots * d, slots]``: slot q in column q, else zeros."""
+        return rearrange(torch.diag_embed(z.mT), "n d p q -> n (p d) q")
 
     def dense(x: torch.Tensor) -> torch.Tensor:
         z = layer.theta_2.weight @ placed(x.flatten(2)) + layer.theta_2.bias.unsqueeze(1)
@@ -65,9 +66,7 @@ def layer_times(size: tuple[int, ...], rounds: int) -> dict[str, float]:
     """Return the smallest time of both formulations, in seconds."""
     import torch
 
-    steps = {
-        formulation: factored(size, formulation) for formulation in ("factored", "block-diagonal")
-    }
+    steps = {formulation: factored(size, formulation) for formulation in FORMULATIONS}
     torch.testing.assert_close(*(step() for step in steps.values()), rtol=1e-3, atol=1e-4)
     return bench.fastest(steps, rounds)
 
@@ -81,33 +80,50 @@ def layer_memory(size: tuple[int, ...], formulation: str) -> float:
     return bench.peak() - start
 
 
+def use_dense_factors() -> None:
+    """Replace the rule of factored layers by one that has each factor as one large matrix."""
+    import torch
+    from einops import rearrange
+
+    from laplace_invariance.curvature import ElementwiseBlock, MatrixBlock, register_rule
+    from laplace_invariance.layers import SlotLinear
+
+    def placed(x: torch.Tensor) -> torch.Tensor:
+        return rearrange(torch.diag_embed(x.mT), "n d p q -> n q (p d)")
+
+    @register_rule(SlotLinear, overwrite=True)
+    def one_large_matrix(module):
+        yield MatrixBlock("weight", placed, lambda g: g)
+        yield ElementwiseBlock("bias", None, lambda g: g)
+
+
+def training_data(n_images: int, images: str | None) -> tuple:
+    """Return images, standardised, and labels; noise if there is no file of images."""
+    import torch
+
+    from laplace_invariance import datasets
+    from laplace_invariance.layers import Standardise
+
+    if images is None:
+        return torch.randn(n_images, 3, 32, 32), torch.randint(10, (n_images,))
+    split = datasets.load(images, n_train=n_images)
+    return Standardise.of(split.x_train)(split.x_train), split.y_train
+
+
 def network_fit(width: int, factors: str, n_images: int, images: str | None) -> dict[str, float]:
-    """Fit Laplace to the f_fc+conv network and differentiate its evidence in all prior precisions."""
+    """Fit Laplace to the f_fc+conv network and differentiate its evidence in all priors."""
     import torch
     from laplace import Laplace
     from torch.utils.data import DataLoader, TensorDataset
 
-    from laplace_invariance import datasets
-    from laplace_invariance.curvature import AugmentedGGN, Block, register_rule
-    from laplace_invariance.layers import SlotLinear, Standardise, equivariant_cnn
+    from laplace_invariance.curvature import AugmentedGGN
+    from laplace_invariance.layers import equivariant_cnn
 
     torch.manual_seed(0)
     torch.set_num_threads(2)
     if factors == "dense":
-
-        def placed(x: torch.Tensor) -> torch.Tensor:
-            return torch.diag_embed(x.mT).permute(0, 3, 2, 1).flatten(2)
-
-        @register_rule(SlotLinear, overwrite=True)
-        def one_large_matrix(module):
-            yield Block("weight", placed, lambda g: g)
-            yield Block("bias", None, lambda g: g, elementwise=True)
-
-    if images is None:
-        x, y = torch.randn(n_images, 3, 32, 32), torch.randint(10, (n_images,))
-    else:
-        split = datasets.load(images, n_train=n_images)
-        x, y = Standardise.of(split.x_train)(split.x_train), split.y_train
+        use_dense_factors()
+    x, y = training_data(n_images, images)
     net = equivariant_cnn("f_fc+conv", 3, 10, width)
     la = Laplace(
         net,
@@ -133,31 +149,23 @@ def network_fit(width: int, factors: str, n_images: int, images: str | None) -> 
 
 
 def layer_table(rounds: int) -> str:
+    """Measure both formulations at all sizes, and return a table."""
     rows = []
     for size in SIZES:
         n_in, n_out, before, after = size
         print(f"F-FC {n_in} -> {n_out}, {before} x {before} ...", file=sys.stderr, flush=True)
         seconds = fresh(f"layer_times({size}, {rounds})")
         ours, dense = seconds["factored"], seconds["block-diagonal"]
-        memory = [
-            fresh(f"layer_memory({size}, {name!r})") for name in ("factored", "block-diagonal")
-        ]
+        memory = [fresh(f"layer_memory({size}, {name!r})") for name in FORMULATIONS]
         row = [f"{n_in} -> {n_out}, {before} x {before} -> {after} x {after}"]
         row += [f"{ours * 1e3:.1f} ms", f"{dense * 1e3:.1f} ms", f"{dense / ours:.1f}x"]
         rows.append([*row, f"{memory[0]:.0f}", f"{memory[1]:.0f}", f"{memory[1] / memory[0]:.1f}x"])
-    header = [
-        "F-FC, forward + backward",
-        "factored",
-        "block-diagonal",
-        "ratio",
-        "MB",
-        "MB",
-        "ratio",
-    ]
+    header = ["F-FC, forward + backward", *FORMULATIONS, "ratio", "MB", "MB", "ratio"]
     return bench.table(header, rows)
 
 
 def fit_table(n_images: int, images: str | None) -> str:
+    """Measure fits with factors in blocks and as one matrix each, and return a table."""
     rows = []
     cases = (
         (10, "blocks", n_images),
@@ -168,14 +176,8 @@ def fit_table(n_images: int, images: str | None) -> str:
         print(f"width {width}, {factors}, {n} images ...", file=sys.stderr, flush=True)
         result = fresh(f"network_fit({width}, {factors!r}, {n}, {images!r})")
         row = [f"width {width}, {result['parameters']:,} parameters, {n:,} images, {factors}"]
-        rows.append(
-            [
-                *row,
-                f"{result['fit']:.0f} s",
-                f"{result['backward']:.2f} s",
-                f"{result['memory']:.0f}",
-            ]
-        )
+        row += [f"{result['fit']:.0f} s", f"{result['backward']:.2f} s"]
+        rows.append([*row, f"{result['memory']:.0f}"])
     header = [
         "f_fc+conv, 3 x 32 x 32, exact GGN",
         "fit",
@@ -186,20 +188,15 @@ def fit_table(n_images: int, images: str | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="rounds of which the minimum is taken"
-    )
+    """Measure, print the tables, and write them if asked to."""
+    parser = bench.parser(__doc__, rounds=15)
     parser.add_argument(
         "--images",
         type=Path,
         help="FILE.npz with x_train and y_train, 32 x 32 in colour; default: noise",
     )
     parser.add_argument(
-        "--n-images", type=int, default=N_IMAGES, help="how many to fit (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--write", action="store_true", help="replace the tables in benchmarks/README.md"
+        "--n-images", type=int, default=N_IMAGES, help="number to fit (default: %(default)s)"
     )
     arguments = parser.parse_args()
     images = None if arguments.images is None else str(arguments.images.resolve())

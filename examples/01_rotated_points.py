@@ -1,7 +1,8 @@
-"""Learn how far shapes of 2-D points may be turned.
+"""Learn how far shapes of 2-D points may be rotated.
 
-Shapes of six points are turned by up to 120 degrees to either side; turned further, they belong to another class. The
-evidence finds that range on the training data alone, while the network trains. Under half a minute.
+Shapes of six points are rotated by up to 120 degrees to either side; rotated further, they
+belong to another class. The evidence finds that range on the training data alone, while the
+network trains. This takes under half a minute.
 """
 
 import torch
@@ -12,7 +13,8 @@ import laplace_invariance as li
 from laplace_invariance.datasets import rotated_shapes
 
 torch.manual_seed(0)
-train, test = rotated_shapes(200), rotated_shapes(2000)
+train = rotated_shapes(200)
+test = rotated_shapes(2000)
 net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
 augmentation = li.AffinePoints(init={"rotation": 0.1}, learn="rotation")
 model = li.InvariantModel(net, augmentation, n_samples=16)
@@ -32,6 +34,5 @@ result = li.marglik_training(
 x, y = test.tensors
 with torch.no_grad():
     accuracy = (model(x).argmax(-1) == y).float().mean()
-print(
-    f"learnt rotation {augmentation.ranges()['rotation']} (true ±120.0), test accuracy {accuracy:.1%}"
-)
+rotation = augmentation.ranges()["rotation"]
+print(f"learnt rotation {rotation} (true ±120.0), test accuracy {accuracy:.1%}")

@@ -1,7 +1,8 @@
-"""Learn that digits were turned, and use what was learnt elsewhere.
+"""Learn that digits were rotated, and use what was learnt elsewhere.
 
-scikit-learn's digits, each turned by a random angle. All six generators of the affine group start at zero; the evidence opens
-rotation and closes the others. The learnt distribution becomes a transform of torchvision. About a minute.
+The data are scikit-learn's digits, each rotated by a random angle. The ranges of all six
+generators of the affine group start at zero; the evidence opens rotation and closes the others.
+The learnt distribution becomes a transform of torchvision. This takes about a minute.
 """
 
 import torch
@@ -14,10 +15,8 @@ from laplace_invariance.layers import Standardise, mlp
 
 torch.manual_seed(0)
 split = load("digits")
-x_train, x_test = (
-    transformed(split.x_train, "fully_rotated"),
-    transformed(split.x_test, "fully_rotated"),
-)
+x_train = transformed(split.x_train, "fully_rotated")
+x_test = transformed(split.x_test, "fully_rotated")
 net = nn.Sequential(Standardise.of(x_train), *mlp(split.in_shape, split.n_classes))
 augmentation = li.AffineImage(draws="sobol")  # learns translations, rotation, scales and shear
 model = li.InvariantModel(net, augmentation, n_samples=8)
@@ -34,14 +33,14 @@ result = li.marglik_training(
     progress_bar=True,
 )
 
-transform = (
-    augmentation.to_transform()
-)  # draws from the learnt distribution, for ordinary training elsewhere
+# a transform that draws from the learnt distribution, for ordinary training elsewhere
+transform = augmentation.to_transform()
 assert transform(split.x_train[0]).shape == split.x_train[0].shape
 
 with torch.no_grad():
     accuracy = (model(x_test).argmax(-1) == split.y_test).float().mean()
 others = max(value for name, value in augmentation.magnitudes().items() if name != "rotation")
 print(
-    f"learnt rotation {augmentation.ranges()['rotation']}, others below {others + 0.005:.2f}, test accuracy {accuracy:.1%}"
+    f"learnt rotation {augmentation.ranges()['rotation']}, others below {others + 0.005:.2f}, "
+    f"test accuracy {accuracy:.1%}"
 )

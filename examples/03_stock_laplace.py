@@ -1,7 +1,8 @@
-"""Use the backend in unmodified laplace-torch: one evidence, its gradient, and stock ``marglik_training``.
+"""Use the backend in unmodified laplace-torch: its training function, one evidence, one gradient.
 
-Nothing of laplace-torch is replaced: ``backend=AugmentedGGN`` makes the evidence differentiable in the range of rotations, and
-``li.learning`` steps it whenever ``laplace.marglik_training`` differentiates. Under half a minute.
+Nothing of laplace-torch is replaced: ``backend=AugmentedGGN`` makes the evidence differentiable
+in the range of rotations, and ``li.learning`` takes a step on it whenever
+``laplace.marglik_training`` differentiates. This takes under half a minute.
 """
 
 import laplace
@@ -16,9 +17,8 @@ from laplace_invariance.datasets import rotated_shapes
 torch.manual_seed(0)
 loader = DataLoader(rotated_shapes(200), batch_size=200)
 net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
-model = li.InvariantModel(
-    net, li.AffinePoints(init={"rotation": 0.1}, learn="rotation"), n_samples=16
-)
+augmentation = li.AffinePoints(init={"rotation": 0.1}, learn="rotation")
+model = li.InvariantModel(net, augmentation, n_samples=16)
 
 with li.learning(model, lr=0.1) as learner:
     la, model, margliks, losses = laplace.marglik_training(
@@ -33,12 +33,10 @@ with li.learning(model, lr=0.1) as learner:
         progress_bar=True,
     )
 
-evidence = (
-    la.log_marginal_likelihood()
-)  # laplace-torch's own object; its gradient reaches the range of rotations
+# la is laplace-torch's own object; the gradient of its evidence reaches the range of rotations
+evidence = la.log_marginal_likelihood()
 evidence.backward()
 assert model.augmentation.eta.grad[2] != 0
 steps = learner.steps["augmentation.eta"]
-print(
-    f"{steps} steps to rotation {model.augmentation.ranges()['rotation']}, log evidence {evidence / 200:.2f} per datum"
-)
+rotation = model.augmentation.ranges()["rotation"]
+print(f"{steps} steps to rotation {rotation}, log evidence {evidence / 200:.2f} per datum")

@@ -1,9 +1,10 @@
-"""Teach the curvature a layer of one's own, in four lines, and check it.
+"""Register the curvature rule of a layer of one's own, in a few lines, and check it.
 
-A low-rank linear layer ``y = U V x`` is two matrices applied one after the other. What Kronecker curvature must know is, per
-matrix, what goes in (``a``) and which gradient comes out (``g``): for ``U`` what goes in is ``V x``, for ``V`` the gradient that
-comes out is ``U^T g``. The diagonal of the curvature needs no rule, so with one input, where Kronecker factors are exact, the two
-must agree.
+A low-rank linear layer ``y = U V x`` is two matrices applied one after the other. For each
+matrix, Kronecker curvature must know the input (``a``) and the gradient of the output (``g``):
+the input of ``U`` is ``V x``, and the gradient at the output of ``V`` is ``U^T g``. The
+diagonal of the curvature needs no rule, so with one datum, for which Kronecker factors are
+exact, the two must agree.
 """
 
 import torch
@@ -11,14 +12,14 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_invariance.curvature import AugmentedGGN, Block, register_rule
+from laplace_invariance.curvature import AugmentedGGN, MatrixBlock, register_rule
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 
 
 class LowRank(nn.Module):
-    """``y = U V x``."""
+    """A linear layer of low rank, ``y = U V x``."""
 
     def __init__(self, n_in: int, n_out: int, rank: int) -> None:
         super().__init__()
@@ -31,14 +32,21 @@ class LowRank(nn.Module):
 
 @register_rule(LowRank)
 def low_rank(module: LowRank):
-    yield Block("u", lambda x: (x @ module.v.T).unsqueeze(1), lambda g: g.unsqueeze(1))
-    yield Block("v", lambda x: x.unsqueeze(1), lambda g: (g @ module.u).unsqueeze(1))
+    # both take [rows, d] to [rows, shared, d]; here a matrix is applied at one position per row
+    yield MatrixBlock(
+        "u",
+        a=lambda x: (x @ module.v.T).unsqueeze(1),
+        g=lambda g: g.unsqueeze(1),
+    )
+    yield MatrixBlock(
+        "v",
+        a=lambda x: x.unsqueeze(1),
+        g=lambda g: (g @ module.u).unsqueeze(1),
+    )
 
 
-model = nn.Sequential(LowRank(5, 7, 2), nn.Tanh(), LowRank(7, 3, 2))
-loader = DataLoader(TensorDataset(torch.randn(1, 5), torch.tensor([2])))
-diagonals = []
-for structure in ("kron", "diag"):
+def fitted(structure: str) -> Laplace:
+    """Return a Laplace approximation with a curvature of the given structure."""
     la = Laplace(
         model,
         "classification",
@@ -47,6 +55,12 @@ for structure in ("kron", "diag"):
         backend=AugmentedGGN,
     )
     la.fit(loader)
-    diagonals.append(la.H.diag() if structure == "kron" else la.H)
-error = ((diagonals[0] - diagonals[1]).abs().max() / diagonals[1].max()).item()
+    return la
+
+
+model = nn.Sequential(LowRank(5, 7, 2), nn.Tanh(), LowRank(7, 3, 2))
+loader = DataLoader(TensorDataset(torch.randn(1, 5), torch.tensor([2])))
+by_rule = fitted("kron").H.diag()
+exact = fitted("diag").H
+error = ((by_rule - exact).abs().max() / exact.max()).item()
 print(f"the rule's curvature equals the exact diagonal: {error < 1e-10}")

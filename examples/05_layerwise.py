@@ -1,8 +1,10 @@
 """Learn layer by layer whether shifts matter.
 
-Digits in one of four quadrants of a black image. Every layer is a convolution plus a fully connected path (F-FC); the evidence
-learns how much of each is used. If the label is the digit alone, convolutions are right; if it is digit and quadrant, some layer
-must know where things are, and convolutions do not: fully connected paths stay in use. About a minute.
+The data are digits in one of four quadrants of a black image. Every layer is a convolution plus
+a fully connected path (F-FC); the evidence learns how much of each is used. If the label is the
+digit alone, convolutions suffice; if it is digit and quadrant, some layer must know where
+things are, and convolutions do not: fully connected paths stay in use. This takes about a
+minute.
 """
 
 from collections import OrderedDict
@@ -14,14 +16,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.datasets import load, quadrants
 from laplace_invariance.layers import Standardise, closed_paths, pathway
-from laplace_invariance.metrics.layers import LayerReport, layer_report
+from laplace_invariance.metrics import LayerReport, layer_report
 
-SIZE, WIDTH, EPOCHS = 16, 4, 40
+SIZE = 16  # of the images
+WIDTH = 4  # channels of the first layer
+EPOCHS = 40
 split = load("digits")  # 8 x 8 pixels, a quadrant of 16 x 16
 
 
 def network(images: Tensor, n_classes: int) -> nn.Sequential:
-    """Return four layers, each of which halves the size; ``layers.equivariant_cnn`` has eight, for 32 x 32."""
+    """Return a network of four layers, each of which halves the size of its input.
+
+    ``layers.equivariant_cnn`` has eight, for images of 32 x 32.
+    """
     layers: OrderedDict[str, nn.Module] = OrderedDict(standardise=Standardise.of(images))
     size, n_in = SIZE, 1
     for i in range(1, 5):
@@ -29,16 +36,18 @@ def network(images: Tensor, n_classes: int) -> nn.Sequential:
         layers[f"layer{i}"] = pathway("f_fc+conv", n_in, n_out, (size, size), pool=2)
         layers[f"relu{i}"] = nn.ReLU()
         size, n_in = size // 2, n_out
-    layers["head"], layers["flatten"] = nn.Conv2d(n_in, n_classes, 1), nn.Flatten()
+    layers["head"] = nn.Conv2d(n_in, n_classes, 1)
+    layers["flatten"] = nn.Flatten()
     return nn.Sequential(layers)
 
 
 def learn(task: str) -> tuple[LayerReport, float]:
     """Train on a task, and return how much of each path is used, and the test accuracy."""
+    n_classes = {"digit": 10, "both": 40}[task]
     torch.manual_seed(0)
     x_train, y_train = quadrants(split.x_train, split.y_train, task, size=SIZE)
     x_test, y_test = quadrants(split.x_test, split.y_test, task, size=SIZE)
-    model = network(x_train, n_classes=40 if task == "both" else 10)
+    model = network(x_train, n_classes)
     loader = DataLoader(TensorDataset(x_train, y_train), batch_size=50, shuffle=True)
     result = li.marglik_training(
         model,

@@ -1,8 +1,10 @@
 """Learn a code that ignores transformations of which nothing is known, from pairs.
 
-Vectors of eight numbers, shifted along a cycle through their entries that is hidden from the network. All it is told of two
-vectors is how far apart they are, zero if one is the other, shifted. A part of its code learns to ignore the shift, the rest
-learns where the vector was shifted to, so that both together give it back. About half a minute; the figure goes to demo/.
+The data are vectors of eight numbers, shifted along a cycle through their entries that is
+hidden from the network. For each pair of vectors it is given only how far apart they are: zero
+if one is the other, shifted. A part of its code learns to ignore the shift, the rest learns by
+how much the vector was shifted, so that both together reconstruct it. This takes about half a
+minute; the figure is written to demo/.
 """
 
 from pathlib import Path
@@ -15,10 +17,13 @@ from laplace_invariance import plots
 from laplace_invariance.autoencoder import InvariantAutoencoder, inverse_distance_loss, network
 from laplace_invariance.datasets import HiddenShifts
 
-FEATURES, WIDTH, STEPS, BATCH = 8, 64, 4000, 128
+FEATURES = 8  # entries of a vector
+WIDTH = 64  # linear units per layer
+STEPS = 4000
+BATCH = 128
 
 torch.manual_seed(0)
-hidden = HiddenShifts.of("permutation", FEATURES)
+hidden = HiddenShifts(FEATURES, order=torch.randperm(FEATURES))
 model = InvariantAutoencoder(
     encoder=network("rich", FEATURES, 3 * FEATURES, depth=1, width=WIDTH),
     decoder=network("rich", 3 * FEATURES, FEATURES, depth=1, width=WIDTH),
@@ -40,22 +45,25 @@ for _ in trange(STEPS):
 with torch.no_grad():
     x = hidden.pairs(2000)[0]
     reconstruction, codes = model(x)
-    same = F.mse_loss(codes.invariant, model.encode(hidden.moved(x)).invariant)
+    shifted = hidden.shifted(x, torch.randint(FEATURES, (len(x), 1)))
+    same = F.mse_loss(codes.invariant, model.encode(shifted).invariant)
     different = F.mse_loss(codes.invariant, codes.invariant.roll(1, 0))
     orbit = model.encode(hidden.orbit(x[0]))
 
 figure = plots.figure((10, 4))
 for part, values, ax in zip(("invariant", "variant"), orbit, figure.subplots(1, 2), strict=True):
     plots.orbit_codes(values, ax).set_title(f"{part} code of one vector")
-Path("demo").mkdir(exist_ok=True)
-figure.savefig("demo/pairs.png", dpi=120)
+path = Path("demo", "pairs.png")
+path.parent.mkdir(exist_ok=True)
+figure.savefig(path, dpi=120)
 
+error = F.mse_loss(reconstruction, x)
+print(f"hidden cycle {hidden.order.tolist()}, error of the reconstruction {error:.1e}")
 print(
-    f"hidden cycle {hidden.order.tolist()}, error of the reconstruction {F.mse_loss(reconstruction, x):.1e}"
+    f"squared differences of invariant codes: {same:.1e} if shifted, "
+    f"{different:.1e} between different vectors"
 )
+much_less = (different > 100 * same).item()
 print(
-    f"squared differences of invariant codes: {same:.1e} if shifted, {different:.1e} of different vectors"
-)
-print(
-    f"a shift changes the invariant code a hundred times less than another vector does: {(different > 100 * same).item()}"
+    f"a shift changes the invariant code a hundred times less than another vector does: {much_less}"
 )

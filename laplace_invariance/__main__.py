@@ -1,3 +1,6 @@
+"""``python -m laplace_invariance``: the same program as ``laplace-invariance``."""
+
 from laplace_invariance.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

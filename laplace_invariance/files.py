@@ -1,18 +1,34 @@
-"""Files that are never half written: atomic replacement and JSON."""
+"""Files that are never half written or written by two processes: replacement, JSON and locks."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["read_json", "replace", "write_json"]
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+__all__ = ["locked", "read_json", "replace", "write_json", "write_text"]
+
+logger = logging.getLogger(__name__)
 
 
 def replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Let ``fill`` write a temporary file, force it to the disk, and move it to ``path``."""
+    """Replace a file atomically: it has its old content or the new one, never a part.
+
+    Args:
+        path: The file, which need not exist; its directory must.
+        fill: Called with a temporary file, open for writing bytes, which is forced to the disk and
+            then moved to ``path``. If it raises, ``path`` is left as it was.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -24,17 +40,99 @@ def replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text atomically, and create the directory if there is none.
+
+    Args:
+        path: The file.
+        text: Its new content.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, atomically, and create the directory if there is none.
+
+    Args:
+        path: The file.
+        value: Anything that :func:`json.dumps` takes.
+    """
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
 def read_json(path: Path) -> Any:
-    """Read what :func:`write_json` wrote."""
+    """Read what :func:`write_json` wrote.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If the file is not JSON.
+    """
     try:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(
-            f"{path} is damaged: {error}; remove it to go on; nothing was changed"
+            f"{path} is damaged: {error}; remove it to continue; nothing was changed"
         ) from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a value, atomically, and the directory if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, lambda file: file.write((json.dumps(value, indent=2) + "\n").encode()))
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file while the context is open.
+
+    The lock is the operating system's, so it ends with the process, however that ends; the file
+    itself means nothing and is removed at the end. Where the file system has no locks, a warning
+    is logged instead.
+
+    Args:
+        path: The lock file; its directory must exist.
+
+    Raises:
+        BlockingIOError: If the lock is held already, by this or another process.
+    """
+    descriptor = _open_locked(path)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # Windows does not remove open files
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """Return the descriptor of a lock file on which the lock is held."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            _acquire(descriptor, path)
+            if _is_at(descriptor, path):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the former holder removed it after it was opened here
+
+
+def _acquire(descriptor: int, path: Path) -> None:
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise BlockingIOError(
+            f"{path.parent} is in use by another run, which holds {path.name}; wait until it has "
+            "ended, or choose another directory"
+        ) from error
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s); let one run at a time use it", path, error)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether the open file is the one that has this path now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,4 +1,4 @@
-"""Deprecated: :mod:`laplace_invariance.datasets` has these."""
+"""Deprecated: import from :mod:`laplace_invariance.datasets`."""
 
 import warnings
 
@@ -6,8 +6,5 @@ from laplace_invariance.datasets import HiddenShifts, fourier_code
 
 __all__ = ["HiddenShifts", "fourier_code"]
 
-warnings.warn(
-    "laplace_invariance.pairs has moved: import from laplace_invariance.datasets",
-    DeprecationWarning,
-    stacklevel=2,
-)
+message = "laplace_invariance.pairs is deprecated: import from laplace_invariance.datasets"
+warnings.warn(message, DeprecationWarning, stacklevel=2)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["table"]
+__all__ = ["labelled", "table"]
 
 
-def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Align the columns of a table, two spaces apart.
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: int = 2) -> str:
+    """Align the columns of a table.
 
     Args:
         rows: Cells, as many in every row; the first row is usually the header.
         right: Indices of columns that are aligned to the right, such as those of numbers.
+        gap: Number of spaces between two columns.
 
     Returns:
         One line per row, without trailing spaces or a final newline.
@@ -24,5 +25,16 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
             return cell.rjust(widths[index])
         return cell.ljust(widths[index])
 
-    lines = ["  ".join(aligned(*entry) for entry in enumerate(row)) for row in rows]
+    separator = " " * gap
+    lines = [separator.join(aligned(*entry) for entry in enumerate(row)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def labelled(label: str, text: str) -> str:
+    """Return one line of a summary: a label, padded to 15 characters, and a text.
+
+    Args:
+        label: What the text is about.
+        text: One line.
+    """
+    return f"{label:<15} {text}"

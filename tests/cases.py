@@ -76,6 +76,7 @@ GROUP = [
         (2, 3, 4, 5),
     ),
     (lambda: LiftingConv2d(2, 5, (3, 1), group=cycle()), (2, 2, 3, 1)),
+    (lambda: LiftingConv2d(4, 6, 3, groups=2, group="p2"), (2, 4, 5, 4)),
     (lambda: GroupConv2d(3, 5, 3, padding=1, padding_mode="circular"), (2, 3, 4, 5, 6)),
     (lambda: GroupConv2d(3, 2, 2, group="p4m"), (2, 3, 8, 4, 5)),
     (lambda: GroupConv2d(4, 6, 3, groups=2, padding="same", dilation=2), (2, 4, 4, 5, 6)),

@@ -1,4 +1,4 @@
-"""Double precision and a fixed seed for every test; and all backends, for tests of what they have in common."""
+"""Double precision and a fixed seed for every test; fixtures that run one on all backends."""
 
 import os
 

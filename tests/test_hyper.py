@@ -1,4 +1,4 @@
-"""What DESIGN says of hyperparameters: buffers that require grad, and stay what they are."""
+"""Hyperparameters: buffers that require grad, keep their identity, and are stepped with care."""
 
 import copy
 import io
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
-from laplace_invariance.hyper import differentiable
+from laplace_invariance.hyper import StepGuard, differentiable
 
 
 class Scaled(li.Hyperparameterised):
@@ -42,18 +42,19 @@ def test_is_not_a_parameter_but_in_the_state(model):
 
 
 @pytest.mark.parametrize(
-    "move",
+    "cast",
     [lambda m: m.to(torch.float32), lambda m: m.float(), lambda m: m.half(), lambda m: m.double()],
+    ids=["to(float32)", "float", "half", "double"],
 )
-def test_keeps_identity_through_casts(model, move):
+def test_keeps_identity_through_casts(model, cast):
     scale, order = model[1].scale, list(model.state_dict())
-    dtype = next(move(model).parameters()).dtype
+    dtype = next(cast(model).parameters()).dtype
     assert is_intact(model[1].scale, scale)
     assert scale.dtype == dtype
     assert list(model.state_dict()) == order
 
 
-def test_moves_its_gradient_along(model):
+def test_casts_its_gradient_along(model):
     model[1].scale.grad = torch.ones(2)
     model.float()
     assert model[1].scale.grad.dtype == torch.float32
@@ -67,7 +68,7 @@ def test_survives_deepcopy(model):
     assert [name for name, _ in li.named_hyperparameters(twin)] == ["1.scale"]
 
 
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_loads_in_place(model, assign):
     scale, state = model[1].scale, copy.deepcopy(model.state_dict())
     state["1.scale"] += 1
@@ -168,3 +169,47 @@ def test_learning_projects():
         (-augmentation.hyperparameter("eta")).sum().backward()
     assert augmentation.eta[2].item() == pytest.approx(torch.pi)
     assert augmentation.eta[0].item() == pytest.approx(1.0)
+
+
+# Steps that are not finite.
+
+
+def weight_with(gradient):
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = None if gradient is None else torch.tensor(gradient)
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("gradient", "objective", "allowed"),
+    [
+        ([1.0, 2.0], 3.0, True),
+        ([1.0, 2.0], None, True),
+        (None, 3.0, True),
+        ([1.0, float("nan")], 3.0, False),
+        ([1.0, float("inf")], None, False),
+        (None, float("inf"), False),
+    ],
+    ids=["finite", "unknown objective", "no gradient", "nan", "infinite", "infinite objective"],
+)
+def test_guard_allows_what_is_finite(gradient, objective, allowed):
+    guard = StepGuard(["weights", "priors"])
+    value = None if objective is None else torch.tensor(objective)
+    learnt = [weight_with([0.0, 0.0]), weight_with(gradient)]
+    assert guard.allows("weights", learnt, value) == allowed
+    assert guard.skipped == {"weights": int(not allowed), "priors": 0}
+
+
+def test_guard_gives_up_after_too_many_bad_steps_of_one_kind_in_a_row(caplog):
+    guard = StepGuard(["weights", "priors"], max_bad_steps=2)
+    good, bad = [weight_with([1.0, 1.0])], [weight_with([1.0, float("nan")])]
+    for learnt in (bad, good, bad):  # a good step in between starts the count from scratch
+        guard.allows("weights", learnt)
+    guard.allows("priors", bad)  # and kinds are counted separately
+    assert "step of weights skipped: a gradient is not finite (2 so far)" in caplog.text
+    resumed = StepGuard(["weights", "priors"], max_bad_steps=2)
+    resumed.load_state_dict(guard.state_dict())
+    for same in (guard, resumed):
+        with pytest.raises(FloatingPointError, match="2 steps of weights in a row were skipped"):
+            same.skip("weights", "anything")
+        assert same.skipped == {"weights": 3, "priors": 1}

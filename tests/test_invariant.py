@@ -32,7 +32,7 @@ def test_is_the_weighted_mean_over_a_group():
     torch.testing.assert_close(model(x), (flips[0] + 0.5 * sum(flips[1:])) / 2.5)
 
 
-@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 def test_draws_are_fresh_where_gradients_flow_and_fixed_elsewhere(mode):
     model, x = make().train(mode), torch.randn(7, 2)
     assert not torch.equal(model(x), model(x))

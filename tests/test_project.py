@@ -1,4 +1,4 @@
-"""The package as a whole: the README's program, the command line."""
+"""The package as a whole: its version, its names, and the layout that the pages describe."""
 
 import re
 import subprocess
@@ -6,174 +6,43 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from laplace_invariance import __version__, cli, datasets
-from laplace_invariance.experiments import demo as demos
+import laplace_invariance as li
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_works_without_optional_packages():
-    code = """
-import sys
-import laplace  # torchmetrics, below it, takes matplotlib if it is installed
-for name in [m for m in sys.modules if m.split(".")[0] in ("matplotlib", "sklearn")]:
-    del sys.modules[name]
-sys.modules["matplotlib"] = sys.modules["sklearn"] = None
-import laplace_invariance.cli, laplace_invariance.experiments.demo
-laplace_invariance.cli.main(["demo", "points"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert "pip install 'laplace-invariance[plots]'" in done.stderr
-
-
-def programs():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-
-
-def test_the_program_of_the_readme_runs_and_learns(capsys):
-    torch.set_default_dtype(torch.float32)
-    program, *more = programs()
-    assert len([line for line in program.splitlines() if line.strip()]) < 30
-    names = {}
-    exec(compile(program, "README.md", "exec"), names)
-    degrees = float(re.search(r"±([\d.]+) degrees", capsys.readouterr().out)[1])
-    assert degrees > 160
-    for program in more:  # they go on from there
-        exec(compile(program, "README.md", "exec"), names)
-    assert names["augmentation"].eta.grad is not None
-
-
-def predicted_lines():
-    rows = re.findall(
-        r"^\| \[(\d\d_\w+\.py)\]\(examples/\1\) \|[^|]*\| `([^`]*)` \|$",
-        (ROOT / "README.md").read_text(),
-        re.M,
-    )
-    return dict(rows)
-
-
-def test_readme_has_every_example():
-    assert sorted(predicted_lines()) == sorted(
-        path.name for path in (ROOT / "examples").glob("*.py")
-    )
-
-
-def numbers(line):
-    return [float(number) for number in re.findall(r"[\d.]+", line)]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n.startswith("04") else pytest.mark.slow)
-        for n in sorted(predicted_lines())
-    ],
-)
-def test_example_ends_as_the_readme_predicts(name):
-    """The same words, and numbers within a tenth, since threads change the order of sums."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / name)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    line, predicted = done.stdout.splitlines()[-1], predicted_lines()[name]
-    assert re.sub(r"[-+\d.]+", "", line) == re.sub(r"[-+\d.]+", "", predicted)
-    assert numbers(line) == pytest.approx(numbers(predicted), rel=0.1, abs=0.05)
-
-
-def test_the_table_of_the_readme_is_what_check_model_prints():
-    from torch import nn
-
-    from laplace_invariance.curvature import check_model
-
-    torch.set_default_dtype(torch.float32)
-    table = str(check_model(nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))))
-    assert table in (ROOT / "README.md").read_text()
-
-
-def test_shapes_are_labelled_by_how_far_they_are_turned():
-    x, y = datasets.rotated_shapes(500, 1.0, n_shapes=3, noise=0.0).tensors
-    assert x.shape == (500, 6, 2)
-    assert set(y.tolist()) == {0, 1, 2, 3}
-    assert (y == 0).double().mean().item() == pytest.approx(1 - 1 / torch.pi, abs=0.07)
-    upright, labels = datasets.rotated_shapes(
-        500, 1.0, n_shapes=3, noise=0.0, angles=torch.zeros(500)
-    ).tensors
-    assert labels.min() == 1
-    first = upright[labels == 1]
-    torch.testing.assert_close(first, first[:1].expand_as(first))
-    with pytest.raises(ValueError, match="max_angle"):
-        datasets.rotated_shapes(5, 4.0)
-
-
-def test_demo_writes_its_figure_and_prints_its_result(tmp_path, capsys):
-    torch.set_default_dtype(torch.float32)
-    state = torch.get_rng_state()
-    cli.main(
-        [
-            "demo",
-            "points",
-            "--out",
-            str(tmp_path / "new"),
-            "--epochs",
-            "14",
-            "--samples",
-            "2",
-            "--quiet",
-        ]
-    )
-    assert torch.equal(torch.get_rng_state(), state)
-    figure = tmp_path / "new" / "points.png"
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    for word in (
-        "true range      ±120.0 degrees",
-        "learnt range",
-        "with the learnt invariance",
-        str(figure),
-    ):
-        assert word in printed
-
-
-def test_demo_is_repeatable():
-    torch.set_default_dtype(torch.float32)
-    results = [
-        demos.points(None, n_epochs=14, n_samples=2, progress_bar=False, say=lambda _: None)
-        for _ in range(2)
-    ]
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--version"], ["--help"], ["demo", "points", "--help"], ["learn", "--help"]]
-)
-def test_program_and_module_are_the_same(arguments):
-    command = [sys.executable, "-m", "laplace_invariance", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    expected = {
-        "--version": __version__,
-        "--help": "compare",
-        "demo": "--samples",
-        "learn": "--resume",
-    }[arguments[0]]
-    assert expected in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["demo", "points", "--epochs", "3"], "--epochs must be at least 12"),
-        (["demo", "points", "--samples", "0", "--quiet"], "n_samples must be a positive integer"),
-    ],
-)
-def test_bad_arguments_are_explained(arguments, match):
-    torch.set_default_dtype(torch.float32)
-    with pytest.raises(SystemExit, match=match):
-        cli.main(arguments)
-
-
 def test_the_version_stands_in_one_place():
     assert "version =" not in (ROOT / "pyproject.toml").read_text().partition("[tool.")[0]
-    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", __version__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", li.__version__)
+
+
+def test_public_names_are_found_when_asked_for():
+    """In a new process, where nothing has been imported before; without warnings of others."""
+    code = """
+import laplace_invariance as li
+assert set(li.__all__) <= set(dir(li))
+for name in li.__all__:
+    getattr(li, name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(AttributeError, match="has no attribute 'Augmentations'"):
+        getattr(li, "Augmentations")  # noqa: B009
+
+
+def test_the_package_itself_does_not_import_torch():
+    code = "import sys, laplace_invariance; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_named_in_the_guide_for_developers_exist():
+    page = (ROOT / "docs" / "development.md").read_text()
+    names = set(re.findall(r"`([\w/]+\.(?:py|md|toml|yaml))`", page))
+    assert len(names) > 10
+    places = (ROOT, ROOT / "laplace_invariance", ROOT / "docs")
+    missing = [name for name in names if not any((place / name).exists() for place in places)]
+    assert not missing

@@ -1,6 +1,5 @@
-"""Invariant weights: the bound against the exact evidence, weights against inputs, learning, and the command line."""
+"""Invariant weights: the bound against the exact evidence, weights against inputs, learning."""
 
-import json
 import math
 
 import pytest
@@ -9,9 +8,7 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from twins import central_differences
 
 import laplace_invariance as li
-from laplace_invariance import cli, plots
 from laplace_invariance.draws import fixed_draws
-from laplace_invariance.experiments.variational import RecoveryExperiment, recover
 from laplace_invariance.variational import ShallowNetwork, fit
 
 
@@ -308,7 +305,7 @@ def test_draws_are_fresh_with_gradients_and_fixed_without():
 
 
 def ring(n=300, n_lobes=0):
-    """Two classes on rings of their own, which change places as often round the circle as there are lobes."""
+    """Two classes on rings of their own, which swap places ``n_lobes`` times round the circle."""
     angles = math.pi * (2 * torch.rand(n) - 1)
     inner = torch.randint(2, (n,))
     radius = 1 + inner + 0.1 * torch.randn(n)
@@ -438,188 +435,7 @@ def test_data_that_do_not_fit_are_refused():
         fit(model, x, y, "map")
 
 
-# The experiment and the command line.
-
-SMALL = {
-    "n_features": 20,
-    "n_samples": 3,
-    "n_epochs": 2,
-    "n_train": 60,
-    "n_test": 30,
-    "batch_size": 30,
-}
-ALL = {"learnt": (5, 90), "fixed": (0, 180), "point": (20,)}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished experiment: what was asked, its directory, and its outcome."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    out = tmp_path_factory.mktemp("variational") / "new"
-    experiment = RecoveryExperiment(**SMALL, **ALL)
-    state = torch.get_rng_state()
-    outcome = recover(experiment, out)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.set_default_dtype(before)
-    return experiment, out, outcome
-
-
-def test_every_start_is_run(finished):
-    _, out, found = finished
-    assert [(run.method, run.start) for run in found.runs] == [
-        ("learnt", 5), ("learnt", 90), ("fixed", 0), ("fixed", 180), ("point", 20),
-    ]  # fmt: skip
-    assert {path.name for path in out.iterdir()} == {
-        "experiment.json",
-        "filters.png",
-        "ranges.png",
-        "result.json",
-    }
-    for run in found.runs:
-        assert len(run.ranges) == 3
-        assert run.ranges[0] == run.start
-        assert run.ranges[-1] == run.range
-        if run.method == "fixed":
-            assert run.range == pytest.approx(run.start, abs=1e-4)
-        else:
-            assert run.range != run.start
-        assert (run.elbo is None) == (run.method == "point")
-        assert run.elbo is None or run.elbo < run.log_likelihood < 0
-    assert found.best("fixed").elbo == max(run.elbo for run in found.runs if run.method == "fixed")
-
-
-def test_result_is_read_and_an_interrupted_experiment_goes_on(finished, tmp_path, monkeypatch):
-    torch.set_default_dtype(torch.float32)
-    experiment, out, found = finished
-    with pytest.raises(FileExistsError, match="--resume"):
-        recover(experiment, out)
-    assert recover(experiment, out, resume=True) == found
-    for name in ("experiment.json", "result.json"):
-        (tmp_path / name).write_text((out / name).read_text())
-    runs = json.loads((out / "result.json").read_text())
-    (tmp_path / "result.json").write_text(json.dumps(runs[:4]))
-    said = []
-    again = recover(experiment, tmp_path, resume=True, say=said.append)
-    assert said == ["range learnt by the likelihood at a point estimate, from ±20 degrees"]
-    assert [(run.elbo, run.range, run.accuracy) for run in again.runs] == [
-        (run.elbo, run.range, run.accuracy) for run in found.runs
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (
-            {"transform": "scaled"},
-            "unknown transform 'scaled'; choose from fully_rotated, partially_rotated, original",
-        ),
-        (
-            {"learnt": (5, 200)},
-            r"ranges of learnt must be between 0 and 180 degrees, got \(5.0, 200.0\)",
-        ),
-        ({"learnt": ()}, "there is nothing to run; give at least one of learnt, fixed, point"),
-        ({"n_epochs": 0}, "n_epochs must be positive, got 0"),
-        ({"lr_hyper": -1.0}, "lr_hyper must be positive, got -1.0"),
-    ],
-)
-def test_experiments_refuse(options, match):
-    with pytest.raises(ValueError, match=match):
-        RecoveryExperiment(**options)
-
-
-def test_variational_prints_a_table(tmp_path, capsys):
-    torch.set_default_dtype(torch.float32)
-    arguments = [
-        "--init",
-        "5",
-        "90",
-        "--fixed",
-        "0",
-        "--features",
-        "20",
-        "--samples",
-        "3",
-        "--epochs",
-        "2",
-        "--train",
-        "60",
-    ]
-    arguments += [
-        "--transform",
-        "partially-rotated",
-        "--test",
-        "30",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    cli.main(["variational", *arguments])
-    out, err = capsys.readouterr()
-    for word in (
-        "true range ±90 degrees",
-        "learnt     5.0",
-        "learnt    90.0",
-        "fixed      0.0",
-        "best bound",
-        "filters.png",
-    ):
-        assert word in out
-    for word in ("range learnt by the ELBO, from ±5 degrees", "2/2", "elbo", "rotation"):
-        assert word in err
-    cli.main(["variational", *arguments, "--resume", "--quiet"])
-    assert capsys.readouterr().out == out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--init", "500"], "between 0 and 180 degrees"),
-        (["--features", "7"], "even for cosines, got 7"),
-        (["--data", "nothing"], "unknown source 'nothing'"),
-    ],
-)
-def test_bad_arguments_are_explained(tmp_path, arguments, match):
-    with pytest.raises(SystemExit, match=match):
-        cli.main(
-            ["variational", *arguments, "--train", "60", "--quiet", "--out", str(tmp_path / "out")]
-        )
-    assert not (tmp_path / "out").exists()
-
-
-# Pictures.
-
-
-def test_filter_bank_has_a_row_for_every_feature():
-    ax = plots.figure((4, 3)).subplots()
-    filters = torch.randn(2, 3, 2, 5, 7)
-    assert plots.filter_bank(filters, ax) is ax
-    mosaic = (
-        torch.as_tensor(ax.get_images()[0].get_array().filled(0))
-        .view(2, 7, 3, 9)
-        .permute(0, 2, 1, 3)
-    )
-    torch.testing.assert_close(mosaic[:, :, 1:-1, 1:-1], filters.mean(2))
-    with pytest.raises(ValueError, match=r"got shape \[3, 5, 7\]"):
-        plots.filter_bank(torch.randn(3, 5, 7), ax)
-
-
-def test_ranges_and_bounds_are_drawn_with_the_truth():
-    left, right = plots.figure((8, 3)).subplots(1, 2)
-    plots.ranges_from_starts({"learnt": [[5, 60], [175, 80]], "point": [[5, 6]]}, 90, left)
-    drawn = [list(line.get_ydata()) for line in left.get_lines()]
-    assert drawn == [[5, 60], [175, 80], [5, 6], [90, 90]]
-    assert [text.get_text() for text in left.get_legend().get_texts()] == [
-        "learnt",
-        "point",
-        "true",
-    ]
-    plots.bound_by_range({"fixed": [(90, -0.5), (0, -0.9)], "learnt": [(80, -0.4)]}, 90, right)
-    drawn = {
-        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
-        for line in right.get_lines()
-    }
-    assert drawn["fixed"] == ([0, 90], [-0.9, -0.5])
-    assert drawn["learnt"] == ([80], [-0.4])
+# More of draws and training.
 
 
 def test_fixed_draws_are_those_of_predictions():
@@ -650,8 +466,6 @@ def test_burn_in_must_end():
     model, x, y = points_network(), torch.randn(7, 2), torch.randint(3, (7,))
     with pytest.raises(ValueError, match="burn-in"):
         fit(model, x, y, n_epochs=2, n_epochs_burnin=2)
-    with pytest.raises(ValueError, match="burn-in"):
-        RecoveryExperiment(n_epochs=1)
 
 
 def test_labels_may_be_small_integers_and_data_must_be_there():

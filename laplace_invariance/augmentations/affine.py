@@ -1,126 +1,137 @@
-"""Affine transformations of images and of coordinates."""
+"""Matrix Lie groups, and their affine transformations of images and of coordinates."""
 
 from __future__ import annotations
 
 import math
-from itertools import combinations
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
-from laplace_invariance.augmentations.box import Init, Names, as_factor, in_degrees
-from laplace_invariance.augmentations.lie import LieGroup
+from laplace_invariance.augmentations.base import (
+    BoxAugmentation,
+    BoxOptions,
+    Init,
+    Names,
+    as_factor,
+    in_degrees,
+)
 
-__all__ = ["AffineImage", "AffinePoints"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["AffineImage", "AffinePoints", "LieGroup", "warp_images"]
+
+# By number of dimensions: name -> the plane that is rotated, from its first axis to its second
+ROTATIONS = {
+    2: {"rotation": (0, 1)},
+    3: {"x_rotation": (1, 2), "y_rotation": (2, 0), "z_rotation": (0, 1)},
+}
+SHEARS = {
+    2: {"shear": (0, 1)},
+    3: {"xy_shear": (0, 1), "xz_shear": (0, 2), "yz_shear": (1, 2)},
+}
 
 
-def affine_generators(dimensions: int) -> tuple[list[str], Tensor, list[float]]:
-    """Return names, matrices ``[k, d + 1, d + 1]`` in homogeneous coordinates, and limits, of the affine Lie algebra.
+class LieGroup(BoxAugmentation):
+    """Transformations by matrices ``expm(sum_i c_i G_i)``, with ``c`` drawn from learnt ranges.
 
-    Translations, rotations (counter-clockwise where x points right and y points up), scalings and shears, in this order.
+    Subclasses define :meth:`transform_by`, with the matrices of :meth:`exponential`.
+
+    Args:
+        names: Names of the generators.
+        generators: Matrices of the generators, ``[k, d, d]``.
+        limits: Largest useful magnitude of each coefficient, or infinity.
+        init: Initial ``eta``: one number, one per generator, or a mapping from names.
+        learn: Generators to learn: ``"all"``, a name, or names.
+        **options: ``constraint``, ``correlated`` and ``draws``, as for
+            :class:`~laplace_invariance.augmentations.BoxAugmentation`.
     """
-    d = dimensions
-    axes = "xyz"[:d]
-    pairs = list(combinations(range(d), 2))
-    entries: list[tuple[str, list[tuple[int, int, float]], float]] = []
-    entries += [(f"{a}_translation", [(i, d, 1.0)], math.inf) for i, a in enumerate(axes)]
-    if d == 2:
-        entries.append(("rotation", [(1, 0, 1.0), (0, 1, -1.0)], math.pi))
-    else:  # about each axis: the other two in cyclic order
-        for i, a in enumerate(axes):
-            j, k = (i + 1) % 3, (i + 2) % 3
-            entries.append((f"{a}_rotation", [(k, j, 1.0), (j, k, -1.0)], math.pi))
-    entries += [(f"{a}_scale", [(i, i, 1.0)], math.inf) for i, a in enumerate(axes)]
-    shears = ["shear"] if d == 2 else [f"{axes[i]}{axes[j]}_shear" for i, j in pairs]
-    entries += [
-        (name, [(i, j, 1.0), (j, i, 1.0)], math.inf)
-        for name, (i, j) in zip(shears, pairs, strict=True)
-    ]
-    generators = torch.zeros(len(entries), d + 1, d + 1)
-    for index, (_, cells, _) in enumerate(entries):
-        for i, j, value in cells:
-            generators[index, i, j] = value
-    return [name for name, _, _ in entries], generators, [limit for _, _, limit in entries]
 
+    generators: Tensor
 
-def _in_words(name: str, magnitude: float, half_size: str) -> str:
-    if name.endswith("rotation"):
-        return in_degrees(magnitude)
-    if name.endswith("scale"):
-        return as_factor(magnitude)
-    return f"±{magnitude:.3f}{half_size if name.endswith('translation') else ''}"
+    def __init__(
+        self,
+        names: Sequence[str],
+        generators: Tensor,
+        limits: Sequence[float],
+        init: Init = 0.0,
+        learn: Names = "all",
+        **options: Unpack[BoxOptions],
+    ) -> None:
+        super().__init__(names, limits, init, learn, **options)
+        self.register_buffer("generators", generators, persistent=False)
+
+    def matrices(self, draws: Tensor) -> Tensor:
+        """Return the transformation matrices ``[..., d, d]`` of draws ``[..., k]``."""
+        return self.exponential(self.coefficients(draws))
+
+    def exponential(self, coefficients: Tensor) -> Tensor:
+        """Return ``expm(sum_i c_i G_i)``, ``[..., d, d]``, for coefficients ``[..., k]``."""
+        algebra = torch.einsum("...k,kij->...ij", coefficients, self.generators)
+        return torch.linalg.matrix_exp(algebra)
 
 
 class AffineImage(LieGroup):
-    """Affine transformations of images ``[n, channels, height, width]``, by bilinear interpolation, zero outside.
+    """Affine transformations of images ``[n, channels, height, width]``, zero outside.
 
-    Six generators: x_translation, y_translation, rotation, x_scale, y_scale, shear. Translations are in units of half the
-    image (1 moves the centre to the border), rotations in radians (``pi`` is all of them), scalings are logarithms of
-    factors. A transformation says where each output pixel reads its input, in coordinates with x to the right and y *down*:
-    a positive rotation turns the picture counter-clockwise, a positive x_translation moves it to the left, a positive
-    x_scale makes it narrower. With bilinear interpolation the result is piecewise smooth in the hyperparameters.
+    The generators are x_translation, y_translation, rotation, x_scale, y_scale and shear.
+    Translations are in units of half the image (1 shifts the centre to the border), rotations in
+    radians (``pi`` is all of them), scalings are logarithms of factors. A transformation says where
+    each output pixel reads its input, in coordinates with x to the right and y *down*: a positive
+    rotation is counter-clockwise, a positive x_translation shifts the picture to the left, a
+    positive x_scale makes it narrower. Interpolation is bilinear, so that samples are piecewise
+    smooth in the hyperparameters.
 
-    Args: as for :class:`~laplace_invariance.augmentations.BoxAugmentation`.
+    Args:
+        init: Initial ``eta``: one number, one per generator, or a mapping from names.
+        learn: Generators to learn: ``"all"``, a name, or names.
+        **options: ``constraint``, ``correlated`` and ``draws``, as for
+            :class:`~laplace_invariance.augmentations.BoxAugmentation`.
     """
 
     input_ndims = (3,)
 
     def __init__(
-        self,
-        init: Init = 0.0,
-        learn: Names = "all",
-        constraint: str | None = None,
-        correlated: bool = False,
-        draws: str = "independent",
+        self, init: Init = 0.0, learn: Names = "all", **options: Unpack[BoxOptions]
     ) -> None:
-        super().__init__(*affine_generators(2), init, learn, constraint, correlated, draws)
+        super().__init__(*affine_generators(2), init, learn, **options)
 
-    def act(self, x: Tensor, matrices: Tensor) -> Tensor:
+    def transform_by(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """Warp ``x`` ``[n, c, h, w]`` by ``coefficients`` ``[n or 1, n_samples, 6]``."""
         if x.ndim != 4:
             raise ValueError(
-                f"AffineImage transforms images [n, channels, height, width], got shape {list(x.shape)}"
+                "AffineImage transforms images [n, channels, height, width], "
+                f"got shape {list(x.shape)}"
             )
         if not x.is_floating_point():
             raise TypeError(
-                f"AffineImage interpolates, so images must be floating point, got {x.dtype}; divide by 255 first"
+                "AffineImage interpolates, so images must be floating point, "
+                f"got {x.dtype}; divide by 255 first"
             )
-        n, channels, height, width = x.shape
-        n_samples = matrices.shape[1]
-        # The samples of one image are stacked along the height of one grid, which spares copies of the image; and the
-        # grid is one matrix product, which is about ten times faster than F.affine_grid.
-        maps = matrices[..., :2, :].to(x.dtype).expand(n, -1, -1, -1)
-        ys = torch.linspace(-1, 1, height, device=x.device, dtype=x.dtype)
-        xs = torch.linspace(-1, 1, width, device=x.device, dtype=x.dtype)
-        pixels = torch.stack(
-            [xs.repeat(height), ys.repeat_interleave(width), torch.ones_like(xs).repeat(height)]
-        )
-        grid = (
-            (maps.transpose(1, 2).reshape(-1, 3) @ pixels)
-            .view(n, 2, n_samples * height, width)
-            .movedim(1, -1)
-        )
-        samples = F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
-        return samples.view(n, channels, n_samples, height, width).transpose(1, 2)
+        return warp_images(x, self.exponential(coefficients)[..., :2, :])
 
-    def ranges(self) -> dict[str, str]:
-        return {
-            name: _in_words(name, value, " half-widths")
-            for name, value in self.magnitudes().items()
-        }
+    def in_words(self, name: str, magnitude: float) -> str:
+        return _in_words(name, magnitude, " half-widths")
 
 
 class AffinePoints(LieGroup):
-    """Affine transformations of coordinates ``[n, d]`` or point sets ``[n, points, d]``, ``d`` = 2 or 3.
+    """Affine transformations of coordinates ``[n, d]`` or point sets ``[n, points, d]``.
 
-    In two dimensions the generators of :class:`AffineImage`; in three x_, y_, z_translation, rotations about the three
-    axes (x_rotation, ...), x_, y_, z_scale, and xy_, xz_, yz_shear. Smooth in the hyperparameters. Rotations are
-    counter-clockwise and translations are in the units of the coordinates.
+    In two dimensions the generators are those of :class:`AffineImage`; in three they are x_, y_
+    and z_translation, rotations about the three axes (x_rotation, ...), x_, y_ and z_scale, and
+    xy_, xz_ and yz_shear. Rotations are counter-clockwise, and translations are in the units of the
+    coordinates. Samples are smooth in the hyperparameters.
 
     Args:
-        dimensions: 2 or 3.
-        **kwargs: as for :class:`~laplace_invariance.augmentations.BoxAugmentation`.
+        dimensions: Number of coordinates d, 2 or 3.
+        init: Initial ``eta``: one number, one per generator, or a mapping from names.
+        learn: Generators to learn: ``"all"``, a name, or names.
+        **options: ``constraint``, ``correlated`` and ``draws``, as for
+            :class:`~laplace_invariance.augmentations.BoxAugmentation`.
     """
 
     input_ndims = (1, 2)
@@ -130,26 +141,89 @@ class AffinePoints(LieGroup):
         dimensions: int = 2,
         init: Init = 0.0,
         learn: Names = "all",
-        **kwargs: Any,
+        **options: Unpack[BoxOptions],
     ) -> None:
         if dimensions not in (2, 3):
             raise ValueError(
                 f"AffinePoints transforms points in 2 or 3 dimensions, got {dimensions}"
             )
-        super().__init__(*affine_generators(dimensions), init, learn, **kwargs)
+        super().__init__(*affine_generators(dimensions), init, learn, **options)
         self.dimensions = dimensions
 
-    def act(self, x: Tensor, matrices: Tensor) -> Tensor:
+    def transform_by(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """Transform points ``x`` by ``coefficients`` ``[n or 1, n_samples, k]``."""
         d = self.dimensions
         if x.ndim not in (2, 3) or x.shape[-1] != d:
             raise ValueError(
-                f"AffinePoints(dimensions={d}) transforms [n, {d}] or [n, points, {d}], got shape {list(x.shape)}"
+                f"AffinePoints(dimensions={d}) transforms [n, {d}] or [n, points, {d}], "
+                f"got shape {list(x.shape)}"
             )
-        matrices = matrices.to(x.dtype)
-        points = x.view(len(x), 1, -1, d) @ matrices[..., :d, :d].mT + matrices[
-            ..., :d, d
-        ].unsqueeze(-2)
-        return points if x.ndim == 3 else points.squeeze(2)
+        matrices = self.exponential(coefficients).to(x.dtype)
+        linear, translations = matrices[..., :d, :d], matrices[..., None, :d, d]
+        points = x.view(len(x), 1, -1, d) @ linear.mT + translations
+        if x.ndim == 2:
+            return points.squeeze(2)
+        return points
 
-    def ranges(self) -> dict[str, str]:
-        return {name: _in_words(name, value, "") for name, value in self.magnitudes().items()}
+    def in_words(self, name: str, magnitude: float) -> str:
+        return _in_words(name, magnitude, "")
+
+
+def warp_images(images: Tensor, maps: Tensor) -> Tensor:
+    """Let each pixel read its image where an affine map sends it, bilinearly, with zeros outside.
+
+    Args:
+        images: Images ``[n, channels, height, width]``.
+        maps: Affine maps ``[n or 1, n_samples, 2, 3]``, in coordinates that are -1 and 1 at the
+            outermost pixels, with x to the right and y down.
+
+    Returns:
+        Samples ``[n, n_samples, channels, height, width]``.
+    """
+    n, _, height, width = images.shape
+    xs = torch.linspace(-1, 1, width, device=images.device, dtype=images.dtype)
+    ys = torch.linspace(-1, 1, height, device=images.device, dtype=images.dtype)
+    ones = torch.ones(height * width, device=images.device, dtype=images.dtype)
+    pixels = torch.stack([xs.repeat(height), ys.repeat_interleave(width), ones])
+    # One matrix product makes the grid, about ten times faster than F.affine_grid. The samples of
+    # an image are stacked along the height of its grid, which spares copies of the image.
+    rows = rearrange(maps.to(images.dtype).expand(n, -1, -1, -1), "n s i j -> (n i s) j")
+    grid = rearrange(rows @ pixels, "(n i s) (h w) -> n (s h) w i", n=n, i=2, h=height)
+    samples = F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
+    return rearrange(samples, "n c (s h) w -> n s c h w", h=height)
+
+
+def affine_generators(dimensions: int) -> tuple[list[str], Tensor, list[float]]:
+    """Return names, matrices ``[k, d + 1, d + 1]`` and limits of the affine Lie algebra.
+
+    Matrices are in homogeneous coordinates. Translations, rotations (counter-clockwise where x
+    points right and y points up), scalings and shears, in this order.
+    """
+    cells: dict[str, dict[tuple[int, int], float]] = {}
+    axes = list(enumerate("xyz"[:dimensions]))
+    for i, axis in axes:
+        cells[f"{axis}_translation"] = {(i, dimensions): 1.0}
+    for name, (i, j) in ROTATIONS[dimensions].items():
+        cells[name] = {(j, i): 1.0, (i, j): -1.0}
+    for i, axis in axes:
+        cells[f"{axis}_scale"] = {(i, i): 1.0}
+    for name, (i, j) in SHEARS[dimensions].items():
+        cells[name] = {(i, j): 1.0, (j, i): 1.0}
+    generators = torch.zeros(len(cells), dimensions + 1, dimensions + 1)
+    limits = [math.inf] * len(cells)
+    for index, (name, entries) in enumerate(cells.items()):
+        for (i, j), value in entries.items():
+            generators[index, i, j] = value
+        if name in ROTATIONS[dimensions]:
+            limits[index] = math.pi
+    return list(cells), generators, limits
+
+
+def _in_words(name: str, magnitude: float, translation_unit: str) -> str:
+    if name.endswith("rotation"):
+        return in_degrees(magnitude)
+    if name.endswith("scale"):
+        return as_factor(magnitude)
+    if name.endswith("translation"):
+        return f"±{magnitude:.3f}{translation_unit}"
+    return f"±{magnitude:.3f}"

@@ -1,15 +1,18 @@
-"""What an augmentation is: draws that do not depend on hyperparameters, and a map from input and draws to samples."""
+"""Base classes: any distribution over transformations, and those that draw from learnt ranges."""
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from laplace_invariance.draws import taped
+from laplace_invariance.draws import fixed_cube, grid_cube, sample_cube, taped
 from laplace_invariance.hyper import Hyperparameterised, hyperparameters
 
 if TYPE_CHECKING:
@@ -17,80 +20,96 @@ if TYPE_CHECKING:
 
     from laplace_invariance.augmentations.export import LearntTransform
 
-__all__ = ["Augmentation"]
+__all__ = ["Augmentation", "BoxAugmentation", "BoxOptions"]
+
+CONSTRAINTS = (None, "softplus", "tanh")
+DRAWS = ("independent", "sobol", "grid")
+
+Init = float | Sequence[float] | Mapping[str, float] | Tensor
+Names = str | Sequence[str]
 
 
 class Augmentation(Hyperparameterised):
     """A distribution over transformations of a batch of inputs.
 
-    A sample is ``transform(x, draws)``: all randomness is in the draws, all hyperparameters
-    are in ``transform``, so any draw can be replayed and the sample differentiated with respect to the hyperparameters. With all hyperparameters zero it is the
-    identity. As a module it transforms each input once, ``(n, ...) -> (n, ...)``, so it also fits into ``nn.Sequential``.
+    A sample is ``transform(x, draws)``: all randomness is in the draws and all hyperparameters are
+    in :meth:`transform`, so that any draw can be replayed and every sample differentiated with
+    respect to the hyperparameters. With all hyperparameters at zero it is the identity. As a module
+    an augmentation transforms each input once, ``[n, ...] -> [n, ...]``, so that it also fits into
+    ``nn.Sequential``.
 
     Attributes:
-        input_ndims: how many dimensions one input, without the batch, can have; needed by :meth:`to_transform` only.
-        unit_range: whether inputs have values in ``[0, 1]``, which :meth:`to_transform` keeps.
+        input_ndims: Numbers of dimensions that one input, without the batch, can have; only
+            :meth:`to_transform` needs them.
+        unit_range: Whether inputs have values in ``[0, 1]``, which :meth:`to_transform` keeps.
     """
 
     input_ndims: tuple[int, ...] = ()
     unit_range: bool = False
 
     def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return fresh draws ``[n, n_samples, ...]`` for ``n`` inputs."""
+        """Return fresh draws ``[n or 1, n_samples, ...]`` for ``n`` inputs."""
         raise NotImplementedError
 
     def fixed(self, n_samples: int) -> Tensor:
-        """Return one set of draws ``[1, n_samples, ...]``, always the same, that covers the distribution evenly."""
+        """Return one set of draws ``[1, n_samples, ...]``, always the same, evenly spread."""
         raise NotImplementedError
 
     def transform(self, x: Tensor, draws: Tensor) -> Tensor:
-        """Transform ``x`` ``[n, ...]`` by ``draws`` ``[n or 1, n_samples, ...]`` into samples ``[n, n_samples, ...]``."""
+        """Transform inputs by given draws.
+
+        Args:
+            x: Inputs ``[n, ...]``.
+            draws: Draws ``[n or 1, n_samples, ...]`` of :meth:`sample` or :meth:`fixed`.
+
+        Returns:
+            Samples ``[n, n_samples, ...]``.
+        """
         raise NotImplementedError
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, fn: Any, draws: Any = None) -> Any:
         """Call a function on all modules, as ``nn.Module.apply`` does.
 
-        Deprecated: with inputs and draws, return :meth:`transform` of them, which once had this name.
+        Deprecated: ``apply(x, draws)`` is :meth:`transform`, which once had this name.
         """
-        function = kwargs["fn"] if "fn" in kwargs else args[0] if args else None
-        if callable(function) and not isinstance(function, Tensor):
-            return super().apply(*args, **kwargs)
+        if callable(fn):
+            return super().apply(fn)
         warnings.warn(
             "Augmentation.apply(x, draws) is now called transform(x, draws)",
             DeprecationWarning,
             stacklevel=2,
         )
-        return self.transform(*args, **kwargs)
+        return self.transform(fn, draws)
 
     def count(self, n_samples: int) -> int:
-        """Return how many samples per input there are when ``n_samples`` are asked for."""
+        """Return the number of samples per input when ``n_samples`` are asked for."""
         return n_samples
 
     def weights(self, n_samples: int) -> Tensor:
-        """Return the weight of each of ``n_samples`` samples in the average over them, ``[n_samples]``, summing to one."""
+        """Return the weights ``[n_samples]`` of samples in the average over them; they sum to 1."""
         reference = next(self.buffers(), torch.empty(()))
         return torch.full(
             (n_samples,), 1 / n_samples, dtype=reference.dtype, device=reference.device
         )
 
     def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return for each of ``n`` inputs one draw from the learnt distribution, ``[n, 1, ...]``."""
+        """Return one draw ``[n, 1, ...]`` from the learnt distribution for each of ``n`` inputs."""
         return self.sample(n, 1, generator)
 
     def magnitudes(self) -> dict[str, float]:
-        """Return how far the transformations reach, in the units of the hyperparameters, by name."""
+        """Return the learnt ranges, by name, in the units of the hyperparameters."""
         return {
-            name: self._buffers[name].detach().abs().max().item()
+            name: self.hyperparameter(name).detach().abs().max().item()
             for name in self._hyperparameter_names
         }
 
     def ranges(self) -> dict[str, str]:
-        """Say in words and units what the hyperparameters mean, by name."""
+        """Return the learnt ranges, by name, in words and units such as degrees."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Transform each input of ``x`` once, by a fresh draw."""
-        return self.transform(x, taped(lambda: self.draw_one(len(x), generator))).squeeze(1)
+        """Transform each input of ``x`` ``[n, ...]`` once, by a fresh draw."""
+        return self.transform(x, taped(self.draw_one, len(x), generator)).squeeze(1)
 
     def frozen(self) -> Self:
         """Return a copy that has nothing to learn and does not change when this one learns."""
@@ -100,17 +119,18 @@ class Augmentation(Hyperparameterised):
         return copy
 
     def to_transform(self, generator: torch.Generator | None = None) -> LearntTransform:
-        """Return a transform of ``torchvision.transforms.v2`` that draws from what has been learnt so far.
+        """Return a transform of ``torchvision.transforms.v2`` that draws from what was learnt.
 
-        It is for ordinary training elsewhere: on images as tensors, ``tv_tensors.Image`` or PIL images, in a data set or
-        on batches, of which each element gets its own draw. Later learning does not change it.
+        It is for ordinary training elsewhere: on images as tensors, ``tv_tensors.Image`` or PIL
+        images, in a data set or on batches, of which each element gets its own draw. Later learning
+        does not change it.
 
         Args:
-            generator: source of the draws; None is torch's default generator, which ``DataLoader`` seeds in its workers.
+            generator: Source of the draws; None is torch's default generator, which ``DataLoader``
+                seeds in its workers.
         """
-        from laplace_invariance.augmentations.export import (
-            LearntTransform,  # torchvision takes seconds to import
-        )
+        # torchvision takes seconds to import
+        from laplace_invariance.augmentations.export import LearntTransform
 
         return LearntTransform(self, generator)
 
@@ -118,19 +138,234 @@ class Augmentation(Hyperparameterised):
         return ", ".join(f"{name}: {words}" for name, words in self.ranges().items())
 
 
+class BoxOptions(TypedDict, total=False):
+    """Keyword arguments that subclasses of :class:`BoxAugmentation` pass on to it."""
+
+    constraint: str | None
+    correlated: bool
+    draws: str
+
+
+class BoxAugmentation(Augmentation):
+    """Transformations by coefficients ``c = L e``, ``e`` uniform on ``[-1, 1]^k``.
+
+    ``L = diag(eta)`` by default, so that ``eta_i`` is the half-width of the range of coefficient
+    ``i``. With ``correlated=True``, ``L = diag(eta) + tril(mixing, -1)``: independent ranges cannot
+    say "both axes are scaled together". Draws are symmetric, so that the sign of ``eta`` means
+    nothing; :meth:`magnitudes` and :meth:`ranges` report absolute values.
+
+    Subclasses define :meth:`transform_by`, which must be the identity for coefficients of zero.
+
+    Args:
+        names: Names of the coefficients, each that of one generator of transformations.
+        limits: Largest useful magnitude of each coefficient, or infinity; :meth:`project_` clamps
+            to it.
+        init: Initial ``eta``: one number for all generators that are learnt, one number for each
+            generator, or a mapping from names (the others are zero).
+        learn: Generators to learn: ``"all"``, a name, or names; the others stay at ``init``.
+        constraint: None (``eta`` itself), ``"softplus"`` (positive) or ``"tanh"`` (magnitude below
+            ``limits``, or below 1 where they are infinite).
+        correlated: Whether to learn a lower-triangular mixing of the generators, too.
+        draws: ``"independent"``; ``"sobol"``, evenly spread draws, by another set for every input,
+            which makes the mean over samples less noisy (a scrambled Sobol set for powers of two, a
+            Latin hypercube for other numbers of samples); or ``"grid"``, the same evenly spaced
+            draws for every input, for at most two generators whose coefficient is not always zero.
+            A grid is symmetric and hence has no gradient at ``init=0``.
+
+    Attributes:
+        names: Names of the coefficients.
+        learnt: Indices of the generators that are learnt.
+        active: Indices of the generators whose coefficient is not always zero.
+    """
+
+    eta: Tensor
+    mixing: Tensor
+    limits: Tensor
+    learnt_mask: Tensor
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        limits: Sequence[float],
+        init: Init = 0.0,
+        learn: Names = "all",
+        constraint: str | None = None,
+        correlated: bool = False,
+        draws: str = "independent",
+    ) -> None:
+        super().__init__()
+        if constraint not in CONSTRAINTS:
+            raise ValueError(f"unknown constraint {constraint!r}; choose from {CONSTRAINTS}")
+        if draws not in DRAWS:
+            raise ValueError(f"unknown draws {draws!r}; choose from {DRAWS}")
+        self.names = tuple(names)
+        self.constraint = constraint
+        self.correlated = correlated
+        self.draws = draws
+        if isinstance(learn, str) and learn == "all":
+            learn = self.names
+        self.learnt = self._indices(learn)
+        mask = torch.zeros(len(self.names))
+        mask[list(self.learnt)] = 1
+        self.register_buffer("limits", torch.tensor(list(limits)), persistent=False)
+        self.register_buffer("learnt_mask", mask, persistent=False)
+        start = self._initial(init)
+        self.register_hyperparameter("eta", self._unconstrained(start))
+        if correlated:
+            self.register_hyperparameter("mixing", torch.zeros(len(self.names), len(self.names)))
+        self.active = tuple(sorted({*self.learnt, *torch.nonzero(start).flatten().tolist()}))
+        if draws == "grid" and (correlated or len(self.active) > 2):
+            raise ValueError(
+                "draws='grid' covers one or two generators without mixing, but "
+                f"{[self.names[i] for i in self.active]} can differ from zero; use draws='sobol' "
+                "or fewer names in learn="
+            )
+
+    def _indices(self, names: Names) -> tuple[int, ...]:
+        """Return the sorted indices of generators that are given by name."""
+        if isinstance(names, str):
+            names = (names,)
+        for name in names:
+            if name not in self.names:
+                raise ValueError(
+                    f"{type(self).__name__} has no generator {name!r}; "
+                    f"choose from {', '.join(self.names)}"
+                )
+        return tuple(sorted(self.names.index(name) for name in names))
+
+    def _initial(self, init: Init) -> Tensor:
+        """Return the initial half-widths ``[k]``, before any constraint."""
+        if isinstance(init, Mapping):
+            values = torch.zeros(len(self.names))
+            for name, value in init.items():
+                values[self._indices(name)[0]] = value
+        else:
+            values = torch.as_tensor(init, dtype=torch.get_default_dtype()).detach().clone()
+            if values.ndim == 0:
+                values = values * self.learnt_mask
+        if values.shape != (len(self.names),):
+            raise ValueError(
+                f"init must be one number or {len(self.names)}, for {', '.join(self.names)}; "
+                f"got {list(values.shape)}"
+            )
+        if not torch.isfinite(values).all():
+            raise ValueError(f"init must be finite, got {values.tolist()}")
+        return values
+
+    def _bounds(self) -> Tensor:
+        """Return the bounds ``[k]`` of the constraint ``"tanh"``: the limits, or 1."""
+        return torch.where(torch.isfinite(self.limits), self.limits, torch.ones_like(self.limits))
+
+    def _unconstrained(self, widths: Tensor) -> Tensor:
+        """Return the ``eta`` of given :meth:`half_widths`; only what is learnt is constrained."""
+        if self.constraint is None:
+            return widths
+        if self.constraint == "softplus":
+            # zero is at minus infinity; 1e-3 is a range that changes nothing and has a gradient
+            eta = torch.log(torch.expm1(widths.abs().clamp(min=1e-3)))
+        else:
+            bounds = self._bounds()
+            if (widths.abs() >= bounds).any():
+                raise ValueError(
+                    f"init must be below {bounds.tolist()} in magnitude for constraint='tanh', "
+                    f"got {widths.tolist()}"
+                )
+            eta = bounds * torch.atanh(widths / bounds)
+        return torch.where(self.learnt_mask > 0, eta, widths)
+
+    def half_widths(self) -> Tensor:
+        """Return the constrained ``eta``, ``[k]``.
+
+        It is differentiable inside :func:`~laplace_invariance.hyper.differentiable`, where learnt.
+        """
+        eta = widths = self.hyperparameter("eta")
+        if self.constraint == "softplus":
+            widths = F.softplus(eta)
+        elif self.constraint == "tanh":
+            bounds = self._bounds()
+            widths = bounds * torch.tanh(eta / bounds)
+        return torch.where(self.learnt_mask > 0, widths, eta.detach())
+
+    def coefficients(self, draws: Tensor) -> Tensor:
+        """Return the coefficients ``L e`` ``[..., k]`` of draws ``e`` ``[..., k]``."""
+        widths = self.half_widths()
+        if not self.correlated:
+            return draws * widths
+        learnt = self.learnt_mask
+        mixing = torch.tril(self.hyperparameter("mixing"), -1) * torch.outer(learnt, learnt)
+        return draws @ (torch.diag(widths) + mixing).mT
+
+    def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return fresh draws ``[n, n_samples, k]``, or the fixed ones ``[1, ...]`` of a grid."""
+        if self.draws == "grid":
+            return self.fixed(n_samples)
+        check_n_samples(n_samples)
+        return sample_cube(self.draws, n, n_samples, len(self.names), self.eta, generator)
+
+    def fixed(self, n_samples: int) -> Tensor:
+        """Return one set of draws ``[1, n_samples, k]``, always the same, evenly spread."""
+        check_n_samples(n_samples)
+        if self.draws == "grid":
+            return grid_cube(n_samples, len(self.names), self.active, self.eta)
+        return fixed_cube(n_samples, len(self.names), self.eta)
+
+    def transform(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Transform ``x`` ``[n, ...]`` by given ``draws`` ``[n or 1, n_samples, k]``."""
+        check_draws(draws, len(x), (len(self.names),), self)
+        return self.transform_by(x, self.coefficients(draws.to(self.eta)))
+
+    def transform_by(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """Transform ``x`` ``[n, ...]`` by given ``coefficients`` ``[n or 1, n_samples, k]``.
+
+        Returns:
+            Samples ``[n, n_samples, ...]``.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def magnitudes(self) -> dict[str, float]:
+        """Return the largest magnitude that each coefficient can take, by name."""
+        reach = self.coefficients(torch.eye(len(self.names)).to(self.eta)).abs().sum(0)
+        return dict(zip(self.names, reach.tolist(), strict=True))
+
+    def ranges(self) -> dict[str, str]:
+        """Return the range of each coefficient, by name, in words and units."""
+        return {name: self.in_words(name, value) for name, value in self.magnitudes().items()}
+
+    def in_words(self, name: str, magnitude: float) -> str:
+        """Return the range of coefficient ``name``, plus or minus ``magnitude``, in words."""
+        return f"±{magnitude:.3f}"
+
+    def project_(self) -> None:
+        """Clamp ``eta`` to the limits, in place, unless a constraint keeps it within them."""
+        if self.constraint is None:
+            self.eta.data.copy_(self.eta.data.maximum(-self.limits).minimum(self.limits))
+
+
+def in_degrees(magnitude: float) -> str:
+    """Return a range of angles, given in radians, in words."""
+    return f"±{math.degrees(magnitude):.1f} degrees"
+
+
+def as_factor(magnitude: float) -> str:
+    """Return a range of logarithms in words, as that of the factor."""
+    return f"factor {math.exp(-magnitude):.2f} to {math.exp(magnitude):.2f}"
+
+
 def check_n_samples(n_samples: int) -> int:
-    """Refuse anything but a positive number of samples."""
+    """Return ``n_samples``; raise ``ValueError`` unless it is a positive integer."""
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
         raise ValueError(f"n_samples must be a positive integer, got {n_samples!r}")
     return n_samples
 
 
 def check_draws(draws: Tensor, n: int, tail: tuple[int, ...], owner: Augmentation) -> None:
-    """Refuse draws that are not ``[n or 1, n_samples, *tail]``."""
+    """Raise ``ValueError`` unless draws are ``[n or 1, n_samples, *tail]``."""
     shape = tuple(draws.shape)
-    if len(shape) != 2 + len(tail) or shape[0] not in (1, n) or shape[1] < 1 or shape[2:] != tail:
+    fits = len(shape) == 2 + len(tail) and shape[2:] == tail
+    if not fits or shape[0] not in (1, n) or shape[1] < 1:
         wanted = ", ".join(["n or 1", "n_samples", *map(str, tail)])
         raise ValueError(
-            f"{type(owner).__name__} needs draws of shape [{wanted}] for n = {n} inputs, got {list(shape)}; "
-            "make them with sample(n, n_samples)"
+            f"{type(owner).__name__} needs draws of shape [{wanted}] for n = {n} inputs, "
+            f"got {list(shape)}; make them with sample(n, n_samples)"
         )

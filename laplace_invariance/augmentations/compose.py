@@ -3,46 +3,128 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-import laplace_invariance.augmentations.sampling as sampling
-from laplace_invariance.augmentations.base import Augmentation, check_draws, check_n_samples
-from laplace_invariance.augmentations.box import BoxAugmentation
+from laplace_invariance.augmentations.base import (
+    Augmentation,
+    BoxAugmentation,
+    check_draws,
+    check_n_samples,
+)
+from laplace_invariance.draws import fixed_cube, sample_cube
 
 __all__ = ["Compose"]
 
 Value = TypeVar("Value")
 
 
-def _flat(augmentations: Sequence[Augmentation]) -> Iterator[BoxAugmentation]:
+class Compose(Augmentation):
+    """Augmentations that are applied one after another, in the given order, to each sample.
+
+    Draws ``[n, n_samples, k]`` are those of the parts side by side. They are drawn together, so
+    that a Sobol set spreads over the ranges of all parts. Every part keeps and learns its own
+    hyperparameters.
+
+    Args:
+        *augmentations: Augmentations to apply, or one list of them; a ``Compose`` among them stands
+            for its parts.
+
+    Attributes:
+        parts: The augmentations.
+        names: Names of their generators; a name that more than one part has is prefixed by the
+            number of the part, as in ``0.rotation``.
+    """
+
+    parts: Sequence[BoxAugmentation]
+
+    def __init__(self, *augmentations: Augmentation | Sequence[Augmentation]) -> None:
+        super().__init__()
+        parts = _flat(augmentations)
+        if not parts:
+            raise ValueError("Compose needs at least one augmentation")
+        self.draws = _common_draws(parts)
+        self.input_ndims = _common_ndims(parts)
+        self.unit_range = any(part.unit_range for part in parts)
+        self.add_module("parts", nn.ModuleList(parts))
+        self.names = tuple(_by_name([dict.fromkeys(part.names) for part in parts]))
+
+    def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return fresh draws ``[n, n_samples, k]`` for all parts."""
+        check_n_samples(n_samples)
+        return sample_cube(self.draws, n, n_samples, len(self.names), self.parts[0].eta, generator)
+
+    def fixed(self, n_samples: int) -> Tensor:
+        """Return one set of draws ``[1, n_samples, k]``, always the same, for all parts."""
+        check_n_samples(n_samples)
+        return fixed_cube(n_samples, len(self.names), self.parts[0].eta)
+
+    def transform(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Transform ``x`` ``[n, ...]`` by each part with its own columns of ``draws``."""
+        check_draws(draws, len(x), (len(self.names),), self)
+        n = len(x)
+        first, *others = draws.split([len(part.names) for part in self.parts], dim=-1)
+        samples = self.parts[0].transform(x, first)
+        for part, own in zip(self.parts[1:], others, strict=True):
+            # for the next part every sample is an input of its own, with one draw
+            inputs = samples.flatten(0, 1)
+            own = rearrange(own.expand(n, -1, -1), "n s k -> (n s) 1 k")
+            samples = part.transform(inputs, own).view_as(samples)
+        return samples
+
+    def magnitudes(self) -> dict[str, float]:
+        """Return the magnitudes of all parts, by name."""
+        return _by_name([part.magnitudes() for part in self.parts])
+
+    def ranges(self) -> dict[str, str]:
+        """Return the ranges of all parts, by name, in words and units."""
+        return _by_name([part.ranges() for part in self.parts])
+
+    def extra_repr(self) -> str:
+        return ""  # the parts say it
+
+    def project_(self) -> None:
+        """Project the hyperparameters of every part back into their domain, in place."""
+        for part in self.parts:
+            part.project_()
+
+
+def _flat(augmentations: Iterable[Augmentation | Sequence[Augmentation]]) -> list[BoxAugmentation]:
+    """Return the parts, in order, with those of lists and of other compositions."""
+    parts: list[BoxAugmentation] = []
     for augmentation in augmentations:
-        if isinstance(augmentation, Compose):
-            yield from augmentation.parts
+        if isinstance(augmentation, (list, tuple)):
+            parts += _flat(augmentation)
+        elif isinstance(augmentation, Compose):
+            parts += augmentation.parts
         elif isinstance(augmentation, BoxAugmentation):
-            yield augmentation
+            parts.append(augmentation)
         else:
             raise TypeError(
-                f"Compose joins augmentations that draw from ranges, such as AffineImage and Colour, and {augmentation!r} "
-                "is not one; average over one after the other: InvariantModel(InvariantModel(net, a), b) applies b, then a"
+                "Compose joins augmentations that draw from ranges, such as AffineImage and "
+                f"Colour, and {augmentation!r} is not one; average over one after the other: "
+                "InvariantModel(InvariantModel(net, a), b) applies b, then a"
             )
+    return parts
 
 
 def _common_draws(parts: Sequence[BoxAugmentation]) -> str:
     kinds = sorted({part.draws for part in parts})
     if kinds == ["grid"] or len(kinds) > 1:
         raise ValueError(
-            f"Compose draws for all its parts together, all 'independent' or all 'sobol', but theirs are {kinds}; "
-            "give every part the same draws="
+            "Compose draws for all its parts together, all 'independent' or all 'sobol', but "
+            f"theirs are {kinds}; give every part the same draws="
         )
     return kinds[0]
 
 
 def _common_ndims(parts: Sequence[BoxAugmentation]) -> tuple[int, ...]:
+    """Return the numbers of dimensions that inputs of all parts can have, where these say so."""
     known = [part.input_ndims for part in parts if part.input_ndims]
     common = set(chain(*known)).intersection(*known)
     if known and not common:
@@ -52,72 +134,12 @@ def _common_ndims(parts: Sequence[BoxAugmentation]) -> tuple[int, ...]:
 
 
 def _by_name(values: Sequence[dict[str, Value]]) -> dict[str, Value]:
-    """Merge what the parts have by name; a name that more than one part has gets the part's number before it."""
+    """Merge the values of all parts; a name that is not unique is prefixed by the part's number."""
     counts = Counter(chain(*values))
-    return {
-        name if counts[name] == 1 else f"{i}.{name}": value
-        for i, part in enumerate(values)
-        for name, value in part.items()
-    }
-
-
-class Compose(Augmentation):
-    """Apply augmentations one after another, in the given order, to each sample.
-
-    Draws ``[n, n_samples, k]`` are those of the parts side by side. They are drawn together, so that a Sobol set spreads
-    over the ranges of all parts. Every part keeps and learns its own hyperparameters.
-
-    Args:
-        *augmentations: those to apply, or one list of them; a ``Compose`` among them stands for its parts.
-    """
-
-    def __init__(self, *augmentations: Augmentation | Sequence[Augmentation]) -> None:
-        super().__init__()
-        if len(augmentations) == 1 and isinstance(augmentations[0], (list, tuple)):
-            augmentations = tuple(augmentations[0])
-        if not augmentations:
-            raise ValueError("Compose needs at least one augmentation")
-        parts = list(_flat(augmentations))
-        self.draws = _common_draws(parts)
-        self.input_ndims = _common_ndims(parts)
-        self.unit_range = any(part.unit_range for part in parts)
-        self.parts = nn.ModuleList(parts)
-        self.names = tuple(_by_name([dict.fromkeys(part.names) for part in parts]))
-
-    def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        check_n_samples(n_samples)
-        return sampling.sample(
-            self.draws, n, n_samples, len(self.names), self.parts[0].eta, generator
-        )
-
-    def fixed(self, n_samples: int) -> Tensor:
-        check_n_samples(n_samples)
-        return sampling.sobol(n_samples, len(self.names), self.parts[0].eta)
-
-    def transform(self, x: Tensor, draws: Tensor) -> Tensor:
-        check_draws(draws, len(x), (len(self.names),), self)
-        n, n_samples = len(x), draws.shape[1]
-        first, *others = zip(
-            self.parts, draws.split([len(part.names) for part in self.parts], dim=-1), strict=True
-        )
-        samples = first[0].transform(x, first[1])
-        for part, own in others:  # every sample is an input now, with one draw
-            own = own.expand(n, -1, -1).reshape(n * n_samples, 1, -1)
-            samples = (
-                part.transform(samples.flatten(0, 1), own).squeeze(1).unflatten(0, (n, n_samples))
-            )
-        return samples
-
-    def magnitudes(self) -> dict[str, float]:
-        """Return those of all parts, by name; names that clash are prefixed by the number of the part: ``0.rotation``."""
-        return _by_name([part.magnitudes() for part in self.parts])
-
-    def ranges(self) -> dict[str, str]:
-        return _by_name([part.ranges() for part in self.parts])
-
-    def extra_repr(self) -> str:
-        return ""  # the parts say it
-
-    def project_(self) -> None:
-        for part in self.parts:
-            part.project_()
+    merged = {}
+    for i, part in enumerate(values):
+        for name, value in part.items():
+            if counts[name] > 1:
+                name = f"{i}.{name}"
+            merged[name] = value
+    return merged

@@ -19,8 +19,8 @@ ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "half_turn": lambda x: x.rot90(2, (-2, -1)),
     "three_quarter_turn": lambda x: x.rot90(3, (-2, -1)),
 }
-QUARTER_TURNS = ("quarter_turn", "three_quarter_turn")
-GROUPS = {
+NEED_SQUARES = {"quarter_turn", "three_quarter_turn"}
+ELEMENT_SETS = {
     "flips": ("horizontal_flip", "vertical_flip", "half_turn"),
     "quarter_turns": ("quarter_turn", "half_turn", "three_quarter_turn"),
     "all": tuple(name for name in ELEMENTS if name != "identity"),
@@ -28,46 +28,56 @@ GROUPS = {
 
 
 class FiniteGroup(Augmentation):
-    """Flips and quarter turns of images ``[n, channels, height, width]``, with learnt weights, no sampling.
+    """Flips and quarter turns of images ``[n, channels, height, width]``, with learnt weights.
 
-    The network is averaged over the identity and the given elements with weights ``1 / z`` and ``eta_i / z``,
-    ``z = 1 + sum_i eta_i``, ``eta_i`` from 0, the identity alone, to 1, full invariance. All elements are always applied, so
-    ``n_samples`` of the model is ignored.
+    The network is averaged over the identity and the given elements with weights ``1 / z`` and
+    ``eta_i / z``, ``z = 1 + sum_i eta_i``, where ``eta_i`` goes from 0, the identity alone, to 1,
+    full invariance. All elements are always applied, so that ``n_samples`` of the model is ignored.
 
     Args:
-        elements: ``"flips"``, ``"quarter_turns"``, ``"all"``, or names: horizontal_flip, vertical_flip, quarter_turn,
-            half_turn, three_quarter_turn (counter-clockwise).
-        init: initial ``eta``, one number.
+        elements: ``"flips"``, ``"quarter_turns"``, ``"all"``, or names: horizontal_flip,
+            vertical_flip, quarter_turn, half_turn, three_quarter_turn (counter-clockwise).
+        init: Initial ``eta`` of all elements, one number between 0 and 1.
+
+    Attributes:
+        names: Names of the elements, the identity first.
     """
 
+    eta: Tensor
     input_ndims = (3,)
 
     def __init__(self, elements: str | Sequence[str] = "all", init: float = 0.0) -> None:
         super().__init__()
-        names = GROUPS.get(elements, (elements,)) if isinstance(elements, str) else tuple(elements)
-        for name in names:
-            if name not in ELEMENTS or name == "identity":
-                known = ", ".join([*GROUPS, *GROUPS["all"]])
+        if isinstance(elements, str):
+            elements = ELEMENT_SETS.get(elements, (elements,))
+        for name in elements:
+            if name not in ELEMENT_SETS["all"]:
+                known = ", ".join([*ELEMENT_SETS, *ELEMENT_SETS["all"]])
                 raise ValueError(
-                    f"FiniteGroup has no element {name!r}; choose from {known} (the identity is always there)"
+                    f"FiniteGroup has no element {name!r}; choose from {known} "
+                    "(the identity is always there)"
                 )
         if not 0 <= init <= 1:
             raise ValueError(
                 f"init must be between 0, the identity alone, and 1, full invariance, got {init}"
             )
-        self.names = ("identity", *dict.fromkeys(names))
+        self.names = ("identity", *dict.fromkeys(elements))
         self.register_hyperparameter("eta", torch.full((len(self.names) - 1,), float(init)))
 
     def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return the indices of all elements, ``[1, elements]``; nothing is random."""
         return self.fixed(n_samples)
 
     def fixed(self, n_samples: int) -> Tensor:
+        """Return the indices of all elements, ``[1, elements]``."""
         return torch.arange(len(self.names), device=self.eta.device).unsqueeze(0)
 
     def count(self, n_samples: int) -> int:
+        """Return the number of elements, whatever ``n_samples`` is."""
         return len(self.names)
 
     def weights(self, n_samples: int) -> Tensor:
+        """Return the weights of the elements, of which there must be ``n_samples``."""
         if n_samples != len(self.names):
             raise ValueError(
                 f"FiniteGroup has {len(self.names)} elements, so as many samples, got {n_samples}"
@@ -77,12 +87,14 @@ class FiniteGroup(Augmentation):
         return weights / weights.sum()
 
     def transform(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Apply to images ``x`` the elements whose indices are ``draws``, ``[n or 1, samples]``."""
         check_draws(draws, len(x), (), self)
         if x.ndim != 4:
             raise ValueError(
-                f"FiniteGroup transforms images [n, channels, height, width], got shape {list(x.shape)}"
+                "FiniteGroup transforms images [n, channels, height, width], "
+                f"got shape {list(x.shape)}"
             )
-        if x.shape[-1] != x.shape[-2] and any(name in QUARTER_TURNS for name in self.names):
+        if x.shape[-1] != x.shape[-2] and NEED_SQUARES.intersection(self.names):
             raise ValueError(
                 f"quarter turns need square images, got {list(x.shape)}; choose elements='flips'"
             )
@@ -94,7 +106,7 @@ class FiniteGroup(Augmentation):
     def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return for each of ``n`` images one element, drawn by weight, ``[n, 1]``."""
         weights = self.weights(len(self.names)).detach()
-        device = generator.device if generator is not None else weights.device
+        device = weights.device if generator is None else generator.device
         draws = torch.multinomial(weights.to(device), n, replacement=True, generator=generator)
         return draws.to(weights.device).unsqueeze(1)
 
@@ -104,7 +116,9 @@ class FiniteGroup(Augmentation):
         return dict(zip(self.names, self.weights(len(self.names)).tolist(), strict=True))
 
     def ranges(self) -> dict[str, str]:
+        """Return the weight of each element, by name, in words."""
         return {name: f"weight {weight:.3f}" for name, weight in self.magnitudes().items()}
 
     def project_(self) -> None:
+        """Clamp ``eta`` to between 0 and 1, in place."""
         self.eta.data.clamp_(0, 1)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laplace_invariance.augmentations.box import BoxAugmentation, Init, Names, as_factor
+from laplace_invariance.augmentations.base import (
+    BoxAugmentation,
+    BoxOptions,
+    Init,
+    Names,
+    as_factor,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Sequence"]
 
@@ -18,14 +28,18 @@ PADDINGS = ("zeros", "circular")
 class Sequence(BoxAugmentation):
     """Shifts and stretches of signals ``[n, channels, length]``, by linear interpolation.
 
-    A transformation says where each output position ``i`` reads its input: at ``c + exp(stretch) (i - c) + shift length / 2``
-    with the centre ``c = (length - 1) / 2``. So a positive shift moves the signal towards its start, 1 by half its length,
-    and a positive stretch makes it shorter. Piecewise smooth in the hyperparameters.
+    A transformation says where each output position ``i`` reads its input: at
+    ``c + exp(stretch) (i - c) + shift length / 2`` with the centre ``c = (length - 1) / 2``. So a
+    positive shift takes the signal towards its start, 1 by half its length, and a positive stretch
+    makes it shorter. Samples are piecewise smooth in the hyperparameters.
 
     Args:
-        init, learn, constraint, correlated, draws: as for :class:`~laplace_invariance.augmentations.BoxAugmentation`.
-        padding: what is outside the signal: ``"zeros"``, or ``"circular"``, the signal again and again; then a shift of 1
-            is all of them, and the limit.
+        init: Initial ``eta``: one number, one per generator, or a mapping from names.
+        learn: Generators to learn: ``"all"``, ``"shift"`` or ``"stretch"``.
+        padding: Values outside the signal: ``"zeros"``, or ``"circular"``, the signal repeated;
+            then a shift of 1 is all of them, and the limit.
+        **options: ``constraint``, ``correlated`` and ``draws``, as for
+            :class:`~laplace_invariance.augmentations.BoxAugmentation`.
     """
 
     input_ndims = (2,)
@@ -34,18 +48,20 @@ class Sequence(BoxAugmentation):
         self,
         init: Init = 0.0,
         learn: Names = "all",
-        constraint: str | None = None,
-        correlated: bool = False,
-        draws: str = "independent",
+        *,
         padding: str = "zeros",
+        **options: Unpack[BoxOptions],
     ) -> None:
         if padding not in PADDINGS:
             raise ValueError(f"unknown padding {padding!r}; choose from {PADDINGS}")
-        limits = (1.0 if padding == "circular" else math.inf, math.inf)
-        super().__init__(("shift", "stretch"), limits, init, learn, constraint, correlated, draws)
+        limits = [math.inf, math.inf]
+        if padding == "circular":
+            limits = [1.0, math.inf]
+        super().__init__(("shift", "stretch"), limits, init, learn, **options)
         self.padding = padding
 
-    def move(self, x: Tensor, coefficients: Tensor) -> Tensor:
+    def transform_by(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """Shift and stretch ``x`` by ``coefficients`` ``[n or 1, n_samples, 2]``."""
         if x.ndim != 3:
             raise ValueError(
                 f"Sequence transforms signals [n, channels, length], got shape {list(x.shape)}"
@@ -54,32 +70,35 @@ class Sequence(BoxAugmentation):
             raise TypeError(
                 f"Sequence interpolates, so signals must be floating point, got {x.dtype}"
             )
-        length, centre = x.shape[-1], (x.shape[-1] - 1) / 2
+        length = x.shape[-1]
+        centre = (length - 1) / 2
         shift, stretch = coefficients.unsqueeze(-1).unbind(-2)
         steps = torch.arange(length, device=x.device, dtype=coefficients.dtype) - centre
         positions = centre + stretch.exp() * steps + shift * (length / 2)
+        if self.padding == "zeros":
+            # one zero before the signal and two after it, the last for the right neighbour
+            x = F.pad(x, (1, 2))
+            positions = positions.clamp(-1, length) + 1
+        floor = positions.detach().floor()
+        left, right = floor.long(), floor.long() + 1
         if self.padding == "circular":
-            left = positions.detach().floor()
-            return _interpolate(
-                x, left.long() % length, (left.long() + 1) % length, positions - left
-            )
-        # a zero before the signal and two after it, the last for the right neighbour of the first
-        positions = positions.clamp(-1, length) + 1
-        left = positions.detach().floor()
-        return _interpolate(F.pad(x, (1, 2)), left.long(), left.long() + 1, positions - left)
+            left, right = left % length, right % length
+        return _interpolate(x, left, right, positions - floor)
 
-    def ranges(self) -> dict[str, str]:
-        magnitudes = self.magnitudes()
-        return {
-            "shift": f"±{magnitudes['shift']:.3f} half-lengths",
-            "stretch": as_factor(magnitudes["stretch"]),
-        }
+    def in_words(self, name: str, magnitude: float) -> str:
+        if name == "shift":
+            return f"±{magnitude:.3f} half-lengths"
+        return as_factor(magnitude)
 
 
 def _interpolate(x: Tensor, left: Tensor, right: Tensor, fractions: Tensor) -> Tensor:
-    """Read ``x`` ``[n, channels, length]`` between ``left`` and ``right`` ``[n or 1, n_samples, positions]``."""
+    """Read ``x`` ``[n, c, length]`` between ``left`` and ``right`` ``[n or 1, n_samples, p]``."""
     n, channels, _ = x.shape
-    shape = (n, left.shape[1], channels, left.shape[2])
-    signals = x.unsqueeze(1).expand(-1, shape[1], -1, -1)
-    ends = [signals.gather(-1, index.unsqueeze(2).expand(shape)) for index in (left, right)]
-    return torch.lerp(*ends, fractions.to(x.dtype).unsqueeze(2).expand(shape))
+    signals = x.unsqueeze(1).expand(-1, left.shape[1], -1, -1)
+
+    def per_channel(values: Tensor) -> Tensor:
+        return values.unsqueeze(2).expand(n, -1, channels, -1)
+
+    at_left = signals.gather(-1, per_channel(left))
+    at_right = signals.gather(-1, per_channel(right))
+    return torch.lerp(at_left, at_right, per_channel(fractions.to(x.dtype)))

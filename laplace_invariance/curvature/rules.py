@@ -16,7 +16,7 @@ exact type of a module, since a subclass may compute anything.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -257,6 +257,27 @@ def convolution(module: Any) -> Iterator[AnyBlock]:
 register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)(convolution)
 
 
+def padding_sides(
+    padding: str | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the padding before and after each axis; the odd one of ``"same"`` comes after."""
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if isinstance(padding, str):  # "valid"
+        return [(0, 0)] * len(kernel_size)
+    return [(p, p) for p in padding]
+
+
+def pad(x: Tensor, module: Any) -> Tensor:
+    """Return ``x`` ``[rows, channels, ...]``, padded as a convolution pads it."""
+    sides = padding_sides(module.padding, module.kernel_size, module.dilation)
+    if not any(map(any, sides)):
+        return x
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
+
+
 def extract_patches(x: Tensor, module: Any) -> Tensor:
     """Return what a convolution multiplies with its weights.
 
@@ -268,25 +289,12 @@ def extract_patches(x: Tensor, module: Any) -> Tensor:
         Patches ``[rows, positions, groups, channels / groups * kernel]``.
     """
     n = len(module.kernel_size)
-    padding = [side for pair in reversed(_sides(module)) for side in pair]
-    if any(padding):
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, padding, mode=mode)
+    x = pad(x, module)
     for i in range(n):
         span = module.dilation[i] * (module.kernel_size[i] - 1) + 1
         x = x.unfold(2 + i, span, module.stride[i])[..., :: module.dilation[i]]
     patches = x.flatten(2, 1 + n).flatten(3)  # [rows, channels, positions, taps of the kernel]
     return rearrange(patches, "rows (g c) p taps -> rows p g (c taps)", g=module.groups)
-
-
-def _sides(module: Any) -> list[tuple[int, int]]:
-    """Return the padding at both sides of each axis."""
-    if module.padding == "same":
-        totals = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    if isinstance(module.padding, str):  # "valid"
-        return [(0, 0)] * len(module.kernel_size)
-    return [(side, side) for side in module.padding]
 
 
 @register_rule(nn.Embedding)

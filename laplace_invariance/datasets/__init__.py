@@ -1,13 +1,14 @@
 """Data whose invariance is known, and images to make it from.
 
-``load`` reads images, ``transformed`` moves each by a draw of its own; the others make data of their own. What a learnt range
-should be is in ``true_ranges``. All images are floating point ``[n, channels, height, width]`` in [0, 1] with black = 0, so
-that what comes in from outside of a moved image is background; networks standardise for themselves.
+``load`` reads images, ``transformed`` transforms each by a draw of its own; the others make data of
+their own. What a learnt range should be is in ``true_ranges``. All images are floating point
+``[n, channels, height, width]`` in [0, 1] with black = 0, so that what comes in from outside of a
+transformed image is background; networks standardise for themselves.
 """
 
 from laplace_invariance.datasets.images import (
-    KINDS,
     QUADRANT_TASKS,
+    TRANSFORM_KINDS,
     check_images,
     framed,
     hue_rotated,
@@ -16,8 +17,9 @@ from laplace_invariance.datasets.images import (
     true_ranges,
     warp,
 )
-from laplace_invariance.datasets.readers import SOURCES, Split, load
+from laplace_invariance.datasets.readers import IMAGE_SOURCES, Split, load
 from laplace_invariance.datasets.synthetic import (
+    PAIR_TASKS,
     HiddenShifts,
     fourier_code,
     rotate,
@@ -27,9 +29,10 @@ from laplace_invariance.datasets.synthetic import (
 )
 
 __all__ = [
-    "KINDS",
+    "IMAGE_SOURCES",
+    "PAIR_TASKS",
     "QUADRANT_TASKS",
-    "SOURCES",
+    "TRANSFORM_KINDS",
     "HiddenShifts",
     "Split",
     "check_images",

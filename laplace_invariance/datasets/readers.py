@@ -1,4 +1,4 @@
-"""Images of data sets and of files, as floating point ``[n, channels, height, width]`` in [0, 1]."""
+"""Images of data sets and files, as floating point ``[n, channels, height, width]`` in [0, 1]."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SOURCES", "Split", "load"]
+__all__ = ["IMAGE_SOURCES", "Split", "load"]
+
+Arrays = dict[str, np.ndarray]
+
+_KEYS = ("x_train", "y_train", "x_test", "y_test")
+_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}
+
+IMAGE_SOURCES = ("digits", *_TORCHVISION)
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images ``[n, channels, height, width]`` in [0, 1] and labels ``[n]`` to train on and to test on.
+    """Images in [0, 1] and labels, to train on and to test on.
 
     Attributes:
-        n_classes: number of classes in the whole data set, of which a subset may lack some.
-        name: where they are from.
+        x_train: Training images ``[n, channels, height, width]``.
+        y_train: Training labels ``[n]``.
+        x_test: Test images, of the same shape.
+        y_test: Test labels.
+        n_classes: Number of classes in the whole data set, of which a subset may lack some.
+        name: Name of the source.
     """
 
     x_train: Tensor
@@ -35,12 +46,6 @@ class Split:
         return tuple(self.x_train.shape[1:])
 
 
-Arrays = dict[str, np.ndarray]
-_KEYS = ("x_train", "y_train", "x_test", "y_test")
-_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}
-SOURCES = ("digits", *_TORCHVISION)
-
-
 def load(
     source: str | Path,
     *,
@@ -53,36 +58,28 @@ def load(
     """Read images and labels, or random subsets of them.
 
     Args:
-        source: "digits" (scikit-learn's 1,797 images of 8 x 8 pixels, a fixed third of them to test on), "mnist",
-            "fashion-mnist" or "cifar10" (torchvision's), or the path of an .npz file with arrays x_train, y_train, x_test,
-            y_test: images ``[n, h, w]``, ``[n, h, w, c]`` or ``[n, c, h, w]``, of uint8, or floating point in [0, 1].
-        root: directory of torchvision's data sets.
-        download: fetch a data set of torchvision that is not there.
-        n_train: size of a random subset of the training data; None is all. Smaller subsets are parts of larger ones.
-        n_test: the same of the test data.
-        seed: of the subsets; decides nothing else.
+        source: "digits" (scikit-learn's 1,797 images of 8 x 8 pixels, a fixed third of them to test
+            on), "mnist", "fashion-mnist" or "cifar10" (torchvision's), or the path of an .npz file
+            with arrays x_train, y_train, x_test, y_test: images ``[n, h, w]``, ``[n, h, w, c]`` or
+            ``[n, c, h, w]``, of uint8, or floating point in [0, 1].
+        root: Directory of torchvision's data sets.
+        download: Whether to fetch a data set of torchvision that is not there.
+        n_train: Size of a random subset of the training data; None is all. Smaller subsets are
+            parts of larger ones.
+        n_test: Size of a random subset of the test data; None is all.
+        seed: Seed of the subsets; it decides nothing else.
+
+    Raises:
+        FileNotFoundError: If the data are not there.
+        ValueError: If the source is unknown, arrays are not images and labels, or a subset is
+            larger than the data.
     """
-    path = Path(source)
-    name = str(source).lower().replace("_", "-")
-    if path.suffix == ".npz":
-        arrays, name = _read_npz(path), path.stem
-    elif name == "digits":
-        arrays = _read_digits()
-    elif name in _TORCHVISION:
-        arrays = _read_torchvision(name, Path(root), download)
-    else:
-        raise ValueError(
-            f"unknown source {str(source)!r}; choose from {', '.join(SOURCES)}, or give a path to an .npz file"
-        )
-    arrays = {key: _checked(array, key, name) for key, array in arrays.items()}
-    for x, y in (("x_train", "y_train"), ("x_test", "y_test")):
-        if len(arrays[x]) != len(arrays[y]):
-            raise ValueError(
-                f"{name}: {x} has {len(arrays[x])} images, but {y} has {len(arrays[y])} labels"
-            )
-    if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
-        shapes = " and ".join(str(list(arrays[key].shape[1:])) for key in ("x_train", "x_test"))
-        raise ValueError(f"{name}: images of x_train and x_test differ in shape, {shapes}")
+    arrays, name = _read(source, Path(root), download)
+    for key in ("x_train", "x_test"):
+        arrays[key] = _checked_images(arrays[key], f"{name}: {key}")
+    for key in ("y_train", "y_test"):
+        arrays[key] = _checked_labels(arrays[key], f"{name}: {key}")
+    _check_sizes(arrays, name)
     train = _subset(len(arrays["y_train"]), n_train, seed, f"{name}: n_train")
     test = _subset(len(arrays["y_test"]), n_test, seed, f"{name}: n_test")
     return Split(
@@ -92,6 +89,22 @@ def load(
         torch.from_numpy(arrays["y_test"][test].astype(np.int64)),
         n_classes=1 + int(max(arrays["y_train"].max(), arrays["y_test"].max())),
         name=name,
+    )
+
+
+def _read(source: str | Path, root: Path, download: bool) -> tuple[Arrays, str]:
+    """Return the arrays of a source as they are stored, and its name."""
+    path = Path(source)
+    if path.suffix == ".npz":
+        return _read_npz(path), path.stem
+    name = str(source).lower().replace("_", "-")
+    if name == "digits":
+        return _read_digits(), name
+    if name in _TORCHVISION:
+        return _read_torchvision(name, root, download), name
+    raise ValueError(
+        f"unknown source {str(source)!r}; choose from {', '.join(IMAGE_SOURCES)}, "
+        "or give a path to an .npz file"
     )
 
 
@@ -135,58 +148,80 @@ def _read_torchvision(name: str, root: Path, download: bool) -> Arrays:
     from torchvision import datasets
 
     arrays: Arrays = {}
+    read = getattr(datasets, _TORCHVISION[name])
     for part in ("train", "test"):
         try:
-            data = getattr(datasets, _TORCHVISION[name])(
-                root, train=part == "train", download=download
-            )
+            data = read(root, train=part == "train", download=download)
         except RuntimeError as error:
             if download:
                 raise
             raise FileNotFoundError(
-                f"{name} is not complete in {root.resolve()}; pass download=True (--download) to fetch it, another root, or "
-                "the path of an .npz file"
+                f"{name} is not complete in {root.resolve()}; pass download=True (--download) to "
+                "fetch it, another root, or the path of an .npz file"
             ) from error
-        arrays[f"x_{part}"], arrays[f"y_{part}"] = np.asarray(data.data), np.asarray(data.targets)
+        arrays[f"x_{part}"] = np.asarray(data.data)
+        arrays[f"y_{part}"] = np.asarray(data.targets)
     return arrays
 
 
-def _checked(array: np.ndarray, key: str, name: str) -> np.ndarray:
-    """Refuse what is not images or labels; bring images to ``[n, c, h, w]``."""
+def _checked_labels(array: np.ndarray, what: str) -> np.ndarray:
+    """Return labels; raise unless they are non-negative integers ``[n]``."""
     if not len(array):
-        raise ValueError(f"{name}: {key} is empty")
-    if key.startswith("y"):
-        if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0:
-            raise ValueError(
-                f"{name}: {key} must be [n], of integers from 0 on, got shape {list(array.shape)} of {array.dtype}"
-                + (f" from {array.min()} on" if array.ndim == 1 else "")
-            )
-        return array
+        raise ValueError(f"{what} is empty")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{what} must be [n], of integers from 0 on, "
+            f"got shape {list(array.shape)} of {array.dtype}"
+        )
+    if array.min() < 0:
+        raise ValueError(f"{what} must be integers from 0 on, got integers from {array.min()} on")
+    return array
+
+
+def _checked_images(array: np.ndarray, what: str) -> np.ndarray:
+    """Return images as ``[n, c, h, w]``; raise unless they are uint8 or in [0, 1]."""
+    if not len(array):
+        raise ValueError(f"{what} is empty")
     if array.dtype.kind == "f":
         if not np.isfinite(array).all():
-            raise ValueError(f"{name}: {key} holds NaN or infinite values")
+            raise ValueError(f"{what} holds NaN or infinite values")
         if array.min() < 0 or array.max() > 1:
             raise ValueError(
-                f"{name}: floating-point images must be in [0, 1], but {key} goes from {array.min():.4g} to "
-                f"{array.max():.4g}; rescale it, or store uint8"
+                f"{what} goes from {array.min():.4g} to {array.max():.4g}, but floating-point "
+                "images must be in [0, 1]; rescale it, or store uint8"
             )
     elif array.dtype != np.uint8:
-        raise ValueError(
-            f"{name}: {key} must be uint8, or floating point in [0, 1], got {array.dtype}"
-        )
-    return _channels_second(array, key, name)
+        raise ValueError(f"{what} must be uint8, or floating point in [0, 1], got {array.dtype}")
+    return _channels_second(array, what)
 
 
-def _channels_second(array: np.ndarray, key: str, name: str) -> np.ndarray:
+def _channels_second(array: np.ndarray, what: str) -> np.ndarray:
     if array.ndim == 3:
         return array[:, None]
-    second, last = (array.ndim == 4 and array.shape[axis] in (1, 3) for axis in (1, -1))
-    if second == last:  # neither, or no way to tell
+    channels_second = array.ndim == 4 and array.shape[1] in (1, 3)
+    channels_last = array.ndim == 4 and array.shape[-1] in (1, 3)
+    if channels_second == channels_last:  # neither, or no way to tell
         raise ValueError(
-            f"{name}: {key} must be [n, h, w], [n, h, w, c] or [n, c, h, w] with one or three channels, got shape "
-            f"{list(array.shape)}"
+            f"{what} must be [n, h, w], [n, h, w, c] or [n, c, h, w] with one or three channels, "
+            f"got shape {list(array.shape)}"
         )
-    return array if second else np.moveaxis(array, -1, 1)
+    if channels_last:
+        return np.moveaxis(array, -1, 1)
+    return array
+
+
+def _check_sizes(arrays: Arrays, name: str) -> None:
+    """Raise unless every image has a label, and all images have the same shape."""
+    for x, y in (("x_train", "y_train"), ("x_test", "y_test")):
+        if len(arrays[x]) != len(arrays[y]):
+            raise ValueError(
+                f"{name}: {x} has {len(arrays[x])} images, but {y} has {len(arrays[y])} labels"
+            )
+    train, test = (list(arrays[key].shape[1:]) for key in ("x_train", "x_test"))
+    if train != test:
+        raise ValueError(
+            f"{name}: images of x_train and x_test differ in shape, {train} and {test}"
+        )
 
 
 def _subset(n: int, size: int | None, seed: int, name: str) -> slice | np.ndarray:
@@ -198,7 +233,7 @@ def _subset(n: int, size: int | None, seed: int, name: str) -> slice | np.ndarra
 
 
 def _to_images(array: np.ndarray) -> Tensor:
-    integers = array.dtype == np.uint8
-    array = np.ascontiguousarray(array, dtype=np.uint8 if integers else np.float64)
-    images = torch.from_numpy(array).to(torch.get_default_dtype())
-    return images / 255 if integers else images
+    dtype = torch.get_default_dtype()
+    if array.dtype == np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(dtype) / 255
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64)).to(dtype)

@@ -1,46 +1,400 @@
-"""The directory of an experiment: whose it is, and what is written there."""
+"""What the experiments share: the run directory, the seed, the data, the training recipe."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from laplace_invariance.files import read_json
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["claim", "identity"]
+from laplace_invariance import datasets, plots
+from laplace_invariance.augmentations import Augmentation
+from laplace_invariance.experiments.checks import Config
+from laplace_invariance.experiments.options import ImagesConfig
+from laplace_invariance.files import locked, read_json, write_json, write_text
+from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.layers import Standardise
+from laplace_invariance.modes import evaluation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "BATCH",
+    "MARGLIK_BATCH",
+    "N_SHOWN",
+    "TEST_BATCH",
+    "Recipe",
+    "RunDirectory",
+    "accuracy",
+    "cosine_recipe",
+    "draw_evidence",
+    "image_model",
+    "load_images",
+    "load_transformed",
+    "say",
+    "seeded",
+    "training_seconds",
+]
+
+logger = logging.getLogger(__name__)
+
+BATCH = 100  # training images per batch
+MARGLIK_BATCH = 250  # training images per batch of an estimate of the evidence
+TEST_BATCH = 500  # test images per batch
+N_SHOWN = 1000  # test images for the accuracy in the progress bar and the history
 
 
-def claim(out: Path, experiment: Any, resume: bool) -> None:
-    """Refuse a directory that belongs to another experiment, or to this one if it is not resumed.
+# The run directory.
+
+
+class RunDirectory:
+    """The directory of a run: whose it is, what is finished there, and everything written to it.
+
+    With ``out=None`` every method does nothing, so that an experiment reads the same whether its
+    results are kept or not. A run uses it as a context::
+
+        with RunDirectory(out, config, resume) as directory:
+            if directory.finished() is None:
+                ...                                          # whatever may refuse the configuration
+                directory.begin()                            # from here on, files are written
+                directory.save("summary.json", ...)
 
     Args:
-        out: the directory.
-        experiment: a dataclass whose fields are in ``experiment.json`` there.
-        resume: whether it is resumed.
+        out: The directory; None keeps nothing.
+        config: Configuration of the run, which is kept in ``experiment.json``; None if the
+            directory belongs to no run in particular.
+        resume: Whether to continue a run that the directory has already.
+
+    Raises:
+        FileExistsError: If the directory has a run, and ``resume`` is False.
+        ValueError: If the directory has the run of another configuration.
     """
-    path = out / "experiment.json"
-    if not path.exists():
-        return
-    if not resume:
-        raise FileExistsError(
-            f"{path} exists; --resume (resume=True) goes on from it, another directory starts anew"
-        )
-    try:
-        found, wanted = identity(type(experiment)(**read_json(path))), identity(experiment)
-    except TypeError as error:  # fields that this kind of experiment does not have
-        raise ValueError(f"{path} is of another kind of experiment; nothing was changed") from error
-    different = [name for name in wanted if found[name] != wanted[name]]
-    if different:
-        raise ValueError(
-            f"{path} is of another experiment: it differs in {', '.join(different)}; nothing was changed"
-        )
+
+    def __init__(
+        self, out: str | Path | None, config: Config | None = None, resume: bool = False
+    ) -> None:
+        self.out = None if out is None else Path(out)
+        self.config = config
+        self.resume = resume
+        self._stack = ExitStack()
+        self._locked = False
+        self._check()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def lock(self) -> None:
+        """Create the directory, and lock it until the context ends.
+
+        Raises:
+            BlockingIOError: If another run uses the directory.
+            FileExistsError: If another run has begun and ended here in the meantime.
+        """
+        if self.out is None or self._locked:
+            return
+        if not self.out.exists():
+            self._stack.callback(_remove_if_empty, self.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._stack.enter_context(locked(self.out / ".lock"))
+        self._locked = True
+        self._check()
+
+    def begin(self) -> None:
+        """Lock the directory, as :meth:`lock` does, and write the configuration.
+
+        Nothing is written before, so that an impossible configuration leaves no trace.
+        """
+        self.lock()
+        if self.config is not None:
+            self.save("experiment.json", asdict(self.config))
+
+    def finished(self) -> Any | None:
+        """Return what ``summary.json`` has; None if there is none."""
+        path = self.path("summary.json")
+        if path is None or not path.exists():
+            return None
+        return read_json(path)
+
+    def path(self, name: str) -> Path | None:
+        """Return the path of a file in the directory; None if nothing is kept.
+
+        Args:
+            name: Name of the file.
+        """
+        if self.out is None:
+            return None
+        return self.out / name
+
+    def save(self, name: str, value: Any) -> None:
+        """Write a text, or anything else as JSON, atomically.
+
+        Args:
+            name: Name of the file.
+            value: A text without its final newline, or what JSON can express.
+        """
+        if self.out is None:
+            return
+        if isinstance(value, str):
+            write_text(self.out / name, f"{value}\n")
+        else:
+            write_json(self.out / name, value)
+
+    def figure(
+        self, name: str, size: tuple[float, float], draw: Callable[[Figure], object]
+    ) -> Path | None:
+        """Draw a figure and save it; without matplotlib, log a warning instead, once.
+
+        Args:
+            name: Name of the file.
+            size: Width and height in inches.
+            draw: Called with the empty figure.
+
+        Returns:
+            Path of the figure; None if there is none.
+        """
+        if self.out is None or not _can_draw():
+            return None
+        figure = plots.figure(size)
+        draw(figure)
+        figure.savefig(self.out / name, dpi=120)
+        return self.out / name
+
+    def _check(self) -> None:
+        """Raise if the directory has a run that must not be continued with this configuration."""
+        path = self.path("experiment.json")
+        if self.config is None or path is None or not path.exists():
+            return
+        if not self.resume:
+            raise FileExistsError(
+                f"{path} exists; pass --resume (resume=True) to continue that run, or choose "
+                "another directory"
+            )
+        try:
+            found = _identity(type(self.config)(**read_json(path)))
+        except TypeError as error:  # fields that this kind of configuration does not have
+            raise ValueError(
+                f"{path} is of another kind of experiment; nothing was changed"
+            ) from error
+        wanted = _identity(self.config)
+        different = [name for name in wanted if found[name] != wanted[name]]
+        if different:
+            raise ValueError(
+                f"{path} is of another experiment: it differs in {', '.join(different)}; nothing "
+                "was changed"
+            )
 
 
-def identity(experiment: Any) -> dict[str, Any]:
-    """Return what makes an experiment; not where its data are from."""
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # it is not empty, or gone
+        directory.rmdir()
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """Return the fields that tell one experiment from another."""
     return {
-        name: value
-        for name, value in asdict(experiment).items()
-        if name not in ("root", "download")
+        entry.name: getattr(config, entry.name)
+        for entry in fields(config)
+        if entry.metadata.get("identity", True)
     }
+
+
+@functools.cache  # so that it warns once
+def _can_draw() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        logger.warning(
+            "figures are left out, since there is no matplotlib: "
+            "pip install 'laplace-invariance[plots]'"
+        )
+        return False
+    return True
+
+
+# Randomness, progress and data.
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's default generator, and restore its state at the end of the context.
+
+    Args:
+        seed: The seed.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def say(line: str, progress_bar: bool) -> None:
+    """Print a line to standard error, where progress bars are, if these are shown."""
+    if progress_bar:
+        print(line, file=sys.stderr, flush=True)
+
+
+def load_images(config: ImagesConfig, seed: int) -> datasets.Split:
+    """Read the images of a configuration, as they are.
+
+    Args:
+        config: Source and numbers of the images.
+        seed: Seed of the subsets.
+    """
+    return datasets.load(
+        config.data,
+        root=config.root,
+        download=config.download,
+        n_train=config.n_train,
+        n_test=config.n_test,
+        seed=seed,
+    )
+
+
+def load_transformed(config: ImagesConfig, transform: str, seed: int) -> datasets.Split:
+    """Read the images of a configuration and transform each of them by a draw of its own.
+
+    Args:
+        config: Source and numbers of the images.
+        transform: Kind of transformation, one of ``datasets.TRANSFORM_KINDS``.
+        seed: Seed of the subsets and of the transformations.
+    """
+    split = load_images(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    x_train = datasets.transformed(split.x_train, transform, generator)
+    x_test = datasets.transformed(split.x_test, transform, generator)
+    return replace(split, x_train=x_train, x_test=x_test)
+
+
+# Training.
+
+
+class Recipe(TypedDict):
+    """Arguments of ``marglik_training`` that experiments share."""
+
+    n_epochs: int
+    optimizer_kwargs: dict[str, Any]
+    scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler]
+    scheduler_kwargs: dict[str, Any]
+    n_epochs_burnin: int
+    marglik_frequency: int
+    n_hypersteps: int
+    backend_kwargs: dict[str, Any]
+
+
+def cosine_recipe(
+    n_epochs: int,
+    n_batches: int,
+    *,
+    lr: float = 5e-3,
+    lr_min: float = 5e-5,
+    n_epochs_burnin: int = 4,
+    marglik_frequency: int = 2,
+    n_hypersteps: int = 4,
+    backend_kwargs: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """Return settings of training whose step size falls along half a cosine over all batches.
+
+    Args:
+        n_epochs: Number of epochs.
+        n_batches: Number of batches per epoch.
+        lr: Step size of the weights at the start.
+        lr_min: Step size of the weights at the end.
+        n_epochs_burnin: Number of epochs before the first estimate of the evidence, at most all.
+        marglik_frequency: Number of epochs between two estimates, at most all.
+        n_hypersteps: Number of steps on prior precisions per estimate.
+        backend_kwargs: Options of the curvature; None is three directions of the loss Hessian.
+    """
+    return Recipe(
+        n_epochs=n_epochs,
+        optimizer_kwargs={"lr": lr},
+        scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
+        scheduler_kwargs={"T_max": n_epochs * n_batches, "eta_min": lr_min},
+        n_epochs_burnin=min(n_epochs_burnin, n_epochs),
+        marglik_frequency=min(marglik_frequency, n_epochs),
+        n_hypersteps=n_hypersteps,
+        backend_kwargs=dict(backend_kwargs or {"output_rank": 3}),
+    )
+
+
+def image_model(
+    net: nn.Module, images: Tensor, augmentation: Augmentation | None, n_samples: int
+) -> nn.Module:
+    """Return a network that standardises images and, if asked, averages over transformations.
+
+    Args:
+        net: Network for standardised images.
+        images: Images ``[n, channels, height, width]`` whose mean and deviation are used.
+        augmentation: Transformations that the network is averaged over; None averages nothing.
+        n_samples: Number of sampled transformations per image.
+    """
+    layers = [net]
+    if isinstance(net, nn.Sequential):
+        layers = list(net)
+    model = nn.Sequential(Standardise.of(images), *layers)
+    if augmentation is None:
+        return model
+    return InvariantModel(model, augmentation, n_samples)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = TEST_BATCH) -> float:
+    """Return the share of examples that a model, in evaluation mode, classifies correctly.
+
+    Args:
+        model: Network with outputs ``[batch, classes]``.
+        dataset: Inputs and labels.
+        batch_size: Number of inputs at a time.
+    """
+    correct = 0
+    with evaluation(model):
+        for x, y in DataLoader(dataset, batch_size):
+            correct += int((model(x).argmax(-1) == y).sum().item())
+    return correct / len(dataset)
+
+
+def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:
+    """Return how long training took by its history.
+
+    Args:
+        history: Records of ``marglik_training``, one per epoch.
+    """
+    return sum(sum(record["seconds"].values()) for record in history)
+
+
+def draw_evidence(
+    directory: RunDirectory, history: Sequence[Mapping[str, Any]], n_data: int, title: str
+) -> None:
+    """Draw the evidence per datum and its terms over epochs, unless it was never estimated.
+
+    Args:
+        directory: Where ``evidence.png`` is saved.
+        history: Records of ``marglik_training``, one per epoch.
+        n_data: Number of training examples.
+        title: Title of the figure.
+    """
+    estimated = [record for record in history if record["evidence"] is not None]
+    if not estimated:
+        return
+    terms = {
+        "log evidence": [r["evidence"] / n_data for r in estimated],
+        "log likelihood": [r["log_likelihood"] / n_data for r in estimated],
+        "-½ log determinant ratio": [-r["log_det_ratio"] / 2 / n_data for r in estimated],
+        "-½ scatter": [-r["scatter"] / 2 / n_data for r in estimated],
+    }
+    epochs = [record["epoch"] for record in estimated]
+
+    def draw(figure: Figure) -> None:
+        plots.evidence_terms(epochs, terms, figure.subplots()).set_title(title)
+
+    directory.figure("evidence.png", (8, 4.5), draw)

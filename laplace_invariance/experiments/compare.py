@@ -1,4 +1,8 @@
-"""Run many experiments and put them into one table: methods against kinds of data, over seeds."""
+"""Compare methods on several transformations, over several seeds, in one table.
+
+Every cell of the table is a run of ``learn``. Runs of one transformation and seed have the same
+images, transformed in the same way, and the same initial weights.
+"""
 
 from __future__ import annotations
 
@@ -6,92 +10,103 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from laplace_invariance import plots
-from laplace_invariance.experiments.base import identity
-from laplace_invariance.experiments.learn import Experiment, Outcome, learn
+from laplace_invariance.experiments.base import RunDirectory, say
+from laplace_invariance.experiments.learn import LearnResult, learn
+from laplace_invariance.experiments.options import CompareConfig
 
-__all__ = ["Comparison", "compare"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["CompareConfig", "CompareResult", "compare"]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Outcomes by kind of data and method, one per seed."""
+class CompareResult:
+    """Results by transformation and method, one per seed; prints as tables in Markdown.
 
-    outcomes: dict[tuple[str, str], list[Outcome]]
+    Attributes:
+        results: Results of ``learn`` by transformation and method; a pair may be absent.
+    """
+
+    results: dict[tuple[str, str], list[LearnResult]]
 
     @property
-    def kinds(self) -> list[str]:
-        return list(dict.fromkeys(kind for kind, _ in self.outcomes))
+    def transforms(self) -> list[str]:
+        """Transformations, each once."""
+        return list(dict.fromkeys(transform for transform, _ in self.results))
 
     @property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(method for _, method in self.outcomes))
+        """Methods, each once."""
+        return list(dict.fromkeys(method for _, method in self.results))
 
     def accuracies(self) -> dict[str, dict[str, float]]:
-        """Return mean test accuracies by kind and method."""
-        return {
-            kind: {
-                m: statistics.fmean(o.accuracy for o in self.outcomes[k, m])
-                for k, m in self.outcomes
-                if k == kind
-            }
-            for kind in self.kinds
-        }
+        """Return mean test accuracies by transformation and method."""
+        means: dict[str, dict[str, float]] = {}
+        for (transform, method), results in self.results.items():
+            mean = statistics.fmean(result.accuracy for result in results)
+            means.setdefault(transform, {})[method] = mean
+        return means
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Return the summaries of all runs, for JSON."""
+        return [result.summary() for results in self.results.values() for result in results]
 
     def markdown(self) -> str:
-        """Return two tables: test accuracy, and learnt ranges, both mean ± standard deviation over seeds if several."""
-        accuracies = self._rows(
-            lambda outcomes: _spread([100 * o.accuracy for o in outcomes], "{:.1f}")
-        )
-        ranges = self._rows(lambda outcomes: _learnt(outcomes) if outcomes[0].magnitudes else "-")
-        return "\n".join(
-            [
-                "Test accuracy in percent:",
-                "",
-                *accuracies,
-                "",
-                "Ranges, and the true ones:",
-                "",
-                *ranges,
-            ]
-        )
+        """Return two tables: test accuracies and learnt ranges.
 
-    def _rows(self, cell: Callable[[list[Outcome]], str]) -> list[str]:
-        head = ["method", *(kind.replace("_", " ") for kind in self.kinds)]
-        rows = [
-            [
-                m,
-                *(
-                    cell(self.outcomes[k, m]) if (k, m) in self.outcomes else "-"
-                    for k in self.kinds
-                ),
-            ]
-            for m in self.methods
+        Both are means over seeds, with the standard deviation if there are several.
+        """
+        parts = [
+            "Test accuracy in percent:",
+            self._table(_accuracy_cell),
+            "Ranges, and the true ones:",
+            self._table(_ranges_cell),
         ]
-        kept = [row for row in rows if any(text != "-" for text in row[1:])]
-        return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *kept)]
+        return "\n\n".join(parts)
+
+    def _table(self, cell: Callable[[list[LearnResult]], str]) -> str:
+        head = ["method", *(transform.replace("_", " ") for transform in self.transforms)]
+        rows = [head, ["---"] * len(head)]
+        for method in self.methods:
+            pairs = [(transform, method) for transform in self.transforms]
+            cells = [cell(self.results[pair]) if pair in self.results else "-" for pair in pairs]
+            if any(text != "-" for text in cells):
+                rows.append([method, *cells])
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     __str__ = markdown
 
 
+def _accuracy_cell(results: Sequence[LearnResult]) -> str:
+    return _spread([100 * result.accuracy for result in results], "{:.1f}")
+
+
+def _ranges_cell(results: Sequence[LearnResult]) -> str:
+    """Say how wide the ranges are that should be, and the widest of the others."""
+    if not results[0].magnitudes:
+        return "-"
+    truth = results[0].truth
+    parts = []
+    others: list[tuple[float, str]] = []
+    for name in results[0].magnitudes:
+        values = [result.magnitudes[name] for result in results]
+        if truth[name] > 0:
+            parts.append(f"{_short(name)} {_spread(values, '{:.2f}')} ({truth[name]:.2f})")
+        else:
+            others.append((max(values), name))
+    widest, name = max(others)
+    return ", ".join([*parts, f"others ≤ {widest:.2f} ({_short(name)})"])
+
+
 def _spread(values: Sequence[float], form: str) -> str:
     mean = form.format(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
-
-
-def _learnt(outcomes: Sequence[Outcome]) -> str:
-    """Say how wide the ranges are that should be, and the widest of the others."""
-    truth = outcomes[0].truth
-    wanted = [name for name, value in truth.items() if value > 0]
-    parts = [
-        f"{_short(name)} {_spread([o.magnitudes[name] for o in outcomes], '{:.2f}')} ({truth[name]:.2f})"
-        for name in wanted
-    ]
-    widest = max(
-        ((v, name) for o in outcomes for name, v in o.magnitudes.items() if name not in wanted)
-    )
-    return ", ".join([*parts, f"others ≤ {widest[0]:.2f} ({_short(widest[1])})"])
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {form.format(statistics.stdev(values))}"
 
 
 def _short(name: str) -> str:
@@ -99,48 +114,46 @@ def _short(name: str) -> str:
 
 
 def compare(
-    experiments: Sequence[Experiment],
+    config: CompareConfig,
     out: str | Path | None = None,
+    *,
     resume: bool = False,
     progress_bar: bool = False,
-    say: Callable[[str], None] | None = None,
-) -> Comparison:
-    """Run experiments one after the other, and put them into one table.
-
-    Those of one kind and seed have the same images, moved in the same way, and the same initial weights.
+) -> CompareResult:
+    """Run ``learn`` for every transformation, method and seed, and put the results into one table.
 
     Args:
-        experiments: what to run; several of one kind and method are its seeds.
-        out: directory for one directory per experiment, the tables (comparison.md), and a figure.
-        resume: read what is finished in ``out`` and go on with what is not.
-        progress_bar: show one per experiment.
-        say: told what is run, and how it went.
+        config: Images, network, transformations, methods and seeds.
+        out: Directory for one directory per run, the tables (``comparison.md``), ``summary.json``
+            and a figure; None keeps nothing.
+        resume: Whether to continue in ``out``: finished runs are read, and others, transformations,
+            methods and seeds may be added.
+        progress_bar: Whether to show progress.
+
+    Returns:
+        Results of all runs.
     """
-    if not experiments:
-        raise ValueError("there is nothing to compare: no experiments")
-    for e in experiments:
-        same = [
-            identity(other) | {"seed": 0}
-            for other in experiments
-            if (e.transform, e.method) == (other.transform, other.method)
-        ]
-        if any(found != same[0] for found in same):
-            raise ValueError(
-                f"experiments of {e.transform} with {e.method} must differ in seed only; compare others one by one"
-            )
-    outcomes: dict[tuple[str, str], list[Outcome]] = {}
-    for i, e in enumerate(experiments, start=1):
-        name = f"{Path(e.data).stem}-{e.transform}-{e.method}-{e.seed}"
-        if say is not None:
-            say(f"{i} of {len(experiments)}: {name}")
-        outcome = learn(e, None if out is None else Path(out) / name, resume, progress_bar)
-        outcomes.setdefault((e.transform, e.method), []).append(outcome)
-        if say is not None:
-            say(f"    accuracy {outcome.accuracy:.1%}, {outcome.seconds:.0f} s")
-    comparison = Comparison(outcomes)
-    if out is not None:
-        (Path(out) / "comparison.md").write_text(comparison.markdown() + "\n")
-        figure = plots.figure((2 + 2.4 * len(comparison.kinds), 5))
-        plots.accuracies(comparison.accuracies(), figure.subplots())
-        figure.savefig(Path(out) / "comparison.png", dpi=120)
+    runs = config.runs
+    results: dict[tuple[str, str], list[LearnResult]] = {}
+    with RunDirectory(out, config, resume) as directory:
+        directory.lock()
+        for i, run in enumerate(runs, start=1):
+            name = f"{Path(run.data).stem}-{run.transform}-{run.method}-{run.seed}"
+            say(f"{i} of {len(runs)}: {name}", progress_bar)
+            result = learn(run, directory.path(name), resume=resume, progress_bar=progress_bar)
+            say(f"    accuracy {result.accuracy:.1%}, {result.seconds:.0f} s", progress_bar)
+            results.setdefault((run.transform, run.method), []).append(result)
+            if i == 1:  # the configuration is possible, so the directory is this comparison's
+                directory.begin()
+        comparison = CompareResult(results)
+        directory.save("comparison.md", comparison.markdown())
+        directory.save("summary.json", comparison.summary())
+        _draw(directory, comparison)
     return comparison
+
+
+def _draw(directory: RunDirectory, comparison: CompareResult) -> None:
+    def draw(figure: Figure) -> None:
+        plots.accuracies(comparison.accuracies(), figure.subplots())
+
+    directory.figure("comparison.png", (2 + 2.4 * len(comparison.transforms), 5), draw)

@@ -1,11 +1,18 @@
-"""Small programs that show the library at work; ``laplace-invariance demo NAME`` runs them."""
+"""Small demonstrations that show the library at work.
+
+``points``: the same network is trained twice with stock ``laplace.marglik_training``, averaged over
+rotations whose range is learnt by evidence, and without. Classes are shapes of 2-D points, rotated
+by up to 120 degrees to either side; rotated further they are another class.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import laplace
 import torch
@@ -16,18 +23,35 @@ from laplace_invariance import plots
 from laplace_invariance.augmentations import AffinePoints
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.datasets import rotate, rotated_shapes
+from laplace_invariance.experiments.base import RunDirectory, accuracy, say, seeded
+from laplace_invariance.experiments.options import DemoConfig
 from laplace_invariance.hyper import learning
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.tables import labelled
 
-__all__ = ["PointsResult", "points"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["DemoConfig", "DemoResult", "demo"]
 
 MAX_ANGLE = 2 * math.pi / 3
-BURN_IN, EVERY = 10, 2
+N_TEST = 2000
 
 
-@dataclass
-class PointsResult:
-    """What the demonstration found: ranges in radians, accuracies, and evidence per datum."""
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demonstration found; prints as a summary.
+
+    Attributes:
+        true_range: True range of rotations, in radians.
+        learnt_range: Learnt range, in radians.
+        accuracy: Test accuracy with the learnt invariance.
+        accuracy_without: Test accuracy without invariance.
+        evidence: Log evidence per training example with the learnt invariance.
+        evidence_without: Log evidence per training example without invariance.
+        seconds: Duration of everything.
+        figure: Path of the figure; None if there is none.
+    """
 
     true_range: float
     learnt_range: float
@@ -35,149 +59,155 @@ class PointsResult:
     accuracy_without: float
     evidence: float
     evidence_without: float
-    figure: Path | None
+    seconds: float = field(compare=False)
+    figure: Path | None = None
 
     def __str__(self) -> str:
+        learnt = f"±{math.degrees(self.learnt_range):.1f} degrees"
+        accuracies = (
+            f"{self.accuracy:.1%} with the learnt invariance, {self.accuracy_without:.1%} without"
+        )
+        evidences = f"{self.evidence:.3f} per datum with, {self.evidence_without:.3f} without"
         lines = [
-            f"true range      ±{math.degrees(self.true_range):.1f} degrees",
-            f"learnt range    ±{math.degrees(self.learnt_range):.1f} degrees, from the training data alone",
-            f"test accuracy   {self.accuracy:.1%} with the learnt invariance, {self.accuracy_without:.1%} without",
-            f"log evidence    {self.evidence:.3f} per datum with, {self.evidence_without:.3f} without",
+            labelled("true range", f"±{math.degrees(self.true_range):.1f} degrees"),
+            labelled("learnt range", f"{learnt}, from the training data alone"),
+            labelled("test accuracy", accuracies),
+            labelled("log evidence", evidences),
         ]
-        return "\n".join([*lines, *([f"figure          {self.figure}"] if self.figure else [])])
+        if self.figure is not None:
+            lines.append(labelled("figure", str(self.figure)))
+        lines.append(labelled("time", f"{self.seconds:.0f} s"))
+        return "\n".join(lines)
 
 
-def points(
-    out: Path | None = None,
-    n: int = 200,
-    n_samples: int = 16,
-    n_epochs: int = 240,
-    seed: int = 0,
-    progress_bar: bool = True,
-    say: Callable[[str], None] = print,
-) -> PointsResult:
-    """Learn how far shapes of 2-D points may be turned, with stock ``laplace.marglik_training``.
+class _Trained(NamedTuple):
+    """A trained network and its log evidence per datum, one value per estimate."""
 
-    The same network is trained twice with the same code: averaged over rotations whose range is learnt by evidence, and
-    without. Classes are shapes that are turned by up to 120 degrees to either side; turned further they are another class.
+    model: nn.Module
+    evidence: list[float]
+
+
+def demo(
+    config: DemoConfig, out: str | Path | None = None, *, progress_bar: bool = False
+) -> DemoResult:
+    """Learn how far shapes of 2-D points may be rotated, with stock ``laplace.marglik_training``.
 
     Args:
-        out: directory for the figure; None draws none.
-        n: training examples.
-        n_samples: sampled rotations per example.
-        n_epochs: epochs of training.
-        seed: of data, weights and draws; the state of torch's default generator is restored.
-        progress_bar: show one.
-        say: prints progress in words.
+        config: Which demonstration, its size and its seed.
+        out: Directory for the figure ``points.png``, which is replaced if it exists; None draws
+            none.
+        progress_bar: Whether to show progress.
+
+    Returns:
+        True and learnt range, accuracies and evidences.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        train = rotated_shapes(n, MAX_ANGLE)
-        x_test, y_test = rotated_shapes(2000, MAX_ANGLE).tensors
-        loader = DataLoader(train, batch_size=n)
-        settings = {
-            "likelihood": "classification",
-            "hessian_structure": "kron",
-            "backend": AugmentedGGN,
-            "n_epochs": n_epochs,
-            "n_epochs_burnin": BURN_IN,
-            "n_hypersteps": 1,
-            "marglik_frequency": EVERY,
-            "optimizer_kwargs": {"lr": 1e-2},
-            "progress_bar": progress_bar,
-        }
-        weights = nn.Sequential(
-            nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11)
-        ).state_dict()
-
-        say("training without invariance ...")
-        plain = _network(weights)
-        _, _, plain_margliks, _ = laplace.marglik_training(plain, loader, **settings)
-
-        say("training with a range that the evidence learns ...")
-        augmentation = AffinePoints(init={"rotation": 0.1}, learn="rotation")
-        model = InvariantModel(_network(weights), augmentation, n_samples)
+    start = time.perf_counter()
+    augmentation = AffinePoints(init={"rotation": 0.1}, learn="rotation")
+    with RunDirectory(out) as directory, seeded(config.seed):
+        train = rotated_shapes(config.n_train, MAX_ANGLE)
+        test = rotated_shapes(N_TEST, MAX_ANGLE)
+        weights = _network().state_dict()
+        say("training without invariance ...", progress_bar)
+        plain = _train(config, _network(weights), train, progress_bar)
+        say("training with a range that the evidence learns ...", progress_bar)
+        model = InvariantModel(_network(weights), augmentation, config.n_samples)
         with learning(model, lr=0.1) as learner:
-            _, model, margliks, _ = laplace.marglik_training(model, loader, **settings)
-
-    history = torch.stack(learner.history["augmentation.eta"])[:, 2].abs()
-    result = PointsResult(
-        true_range=MAX_ANGLE,
-        learnt_range=augmentation.magnitudes()["rotation"],
-        accuracy=_accuracy(model, x_test, y_test),
-        accuracy_without=_accuracy(plain, x_test, y_test),
-        evidence=-min(margliks) / n,
-        evidence_without=-min(plain_margliks) / n,
-        figure=None,
-    )
-    if out is not None:
-        curves = {"with invariance": margliks, "without": plain_margliks}
-        curves = {name: [-value / n for value in values] for name, values in curves.items()}
-        result.figure = _figure(Path(out) / "points.png", train, plain, model, history, curves)
-    return result
+            invariant = _train(config, model, train, progress_bar)
+        history = torch.stack(learner.history["augmentation.eta"])[:, 2].abs()
+        found = {
+            "true_range": MAX_ANGLE,
+            "learnt_range": augmentation.magnitudes()["rotation"],
+            "accuracy": accuracy(invariant.model, test),
+            "accuracy_without": accuracy(plain.model, test),
+            "evidence": max(invariant.evidence),
+            "evidence_without": max(plain.evidence),
+        }
+        directory.begin()
+        figure = _draw(directory, config, train, plain, invariant, history)
+    return DemoResult(**found, seconds=time.perf_counter() - start, figure=figure)
 
 
-def _network(weights: dict[str, Tensor]) -> nn.Module:
+def _network(weights: dict[str, Any] | None = None) -> nn.Module:
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
-    net.load_state_dict(weights)
+    if weights is not None:
+        net.load_state_dict(weights)
     return net
 
 
-@torch.no_grad()
-def _accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    return (model(x).argmax(-1) == y).float().mean().item()
+def _train(
+    config: DemoConfig, model: nn.Module, train: TensorDataset, progress_bar: bool
+) -> _Trained:
+    _, model, margliks, _ = laplace.marglik_training(
+        model,
+        DataLoader(train, batch_size=len(train)),
+        likelihood="classification",
+        hessian_structure="kron",
+        backend=AugmentedGGN,
+        n_epochs=config.n_epochs,
+        n_epochs_burnin=config.n_epochs_burnin,
+        n_hypersteps=1,
+        marglik_frequency=config.marglik_frequency,
+        optimizer_kwargs={"lr": 1e-2},
+        progress_bar=progress_bar,
+    )
+    return _Trained(model, [-marglik / len(train) for marglik in margliks])
 
 
 @torch.no_grad()
 def _by_angle(model: nn.Module, degrees: Tensor) -> Tensor:
-    """Mean probabilities ``[angles, 2]`` of an upright shape's own class and of the class of those turned too far."""
-    x, y = rotated_shapes(
-        500, angles=torch.zeros(500), generator=torch.Generator().manual_seed(1)
-    ).tensors
+    """Return mean probabilities of two classes for rotated shapes.
+
+    Args:
+        model: Network.
+        degrees: Angles ``[angles]`` by which upright shapes are rotated.
+
+    Returns:
+        ``[angles, 2]``: the shape's own class, and that of shapes that are rotated too far.
+    """
+    generator = torch.Generator().manual_seed(1)
+    x, y = rotated_shapes(500, angles=torch.zeros(500), generator=generator).tensors
     rows = []
     for angle in degrees.deg2rad().tolist():
         probabilities = model(rotate(x, torch.full((len(x),), angle))).softmax(-1)
-        rows.append(
-            torch.stack(
-                [probabilities.gather(1, y.unsqueeze(1)).mean(), probabilities[:, 0].mean()]
-            )
-        )
+        own = probabilities.gather(1, y.unsqueeze(1))
+        rows.append(torch.stack([own.mean(), probabilities[:, 0].mean()]))
     return torch.stack(rows)
 
 
-def _figure(
-    path: Path,
+def _draw(
+    directory: RunDirectory,
+    config: DemoConfig,
     train: TensorDataset,
-    plain: nn.Module,
-    model: nn.Module,
+    plain: _Trained,
+    invariant: _Trained,
     history: Tensor,
-    curves: dict[str, list[float]],
-) -> Path:
-    figure = plots.figure((15, 7.5))
-    mosaic = [["data", "before", "after"], ["data", "range", "evidence"]]
-    layout = figure.subplot_mosaic(mosaic, width_ratios=[1.25, 1, 1])
-    x, y = train.tensors
-    plots.shapes(x[:42], y[:42], layout["data"])
-    layout["data"].set_title("data: colour is the shape, grey: turned further")
+) -> Path | None:
+    true_degrees = math.degrees(MAX_ANGLE)
+    estimates = range(len(history) - 1)
+    epochs = [config.n_epochs_burnin + config.marglik_frequency * i for i in estimates]
+    curves: dict[str, Sequence[float]] = {
+        "with invariance": invariant.evidence,
+        "without": plain.evidence,
+    }
     degrees = torch.linspace(-180, 180, 73)
-    names = ("its own class", "class of those turned further")
-    for place, net, title in (
-        ("before", plain, "predictive without invariance"),
-        ("after", model, "with the learnt invariance"),
-    ):
-        plots.probability_by_angle(
-            degrees, _by_angle(net, degrees), names, math.degrees(MAX_ANGLE), layout[place]
-        ).set_title(title)
-    epochs = [BURN_IN + EVERY * i for i in range(len(history) - 1)]
-    plots.learnt_range(
-        [0, *epochs],
-        history.rad2deg(),
-        math.degrees(MAX_ANGLE),
-        layout["range"],
-        "rotation, ± degrees",
-    )
-    layout["range"].set_title("range over epochs")
-    plots.evidence(epochs, curves, layout["evidence"]).set_title("evidence over epochs")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    names = ("its own class", "class of those rotated further")
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplot_mosaic(
+            [["data", "before", "after"], ["data", "range", "evidence"]],
+            width_ratios=[1.25, 1, 1],
+        )
+        x, y = train.tensors
+        plots.shapes(x[:42], y[:42], axes["data"])
+        axes["data"].set_title("data: colour is the shape, grey: rotated further")
+        before, after = (_by_angle(trained.model, degrees) for trained in (plain, invariant))
+        plots.probability_by_angle(degrees, before, names, true_degrees, axes["before"])
+        axes["before"].set_title("predictive without invariance")
+        plots.probability_by_angle(degrees, after, names, true_degrees, axes["after"])
+        axes["after"].set_title("with the learnt invariance")
+        ranges, label = history.rad2deg(), "rotation, ± degrees"
+        plots.learnt_range([0, *epochs], ranges, true_degrees, axes["range"], label)
+        axes["range"].set_title("range over epochs")
+        plots.evidence(epochs, curves, axes["evidence"]).set_title("evidence over epochs")
+
+    return directory.figure("points.png", (15, 7.5), draw)

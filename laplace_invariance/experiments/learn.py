@@ -1,117 +1,74 @@
-"""Learn invariances of image data with one call; what the command line runs.
+"""Learn to which transformations images are invariant, and how far.
 
-An experiment is data, a way to move them whose ranges are known, a network, and a method. All methods run through
-``marglik_training`` and differ in three things only: what the network is averaged over, the objective, and what happens to
-training images on the way.
+Images are transformed in a known way, and a network learns by evidence how far they were. All
+methods run through ``marglik_training`` and differ in three things only: what the network is
+averaged over, the objective, and what happens to training images on the way.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import AffineImage
-from laplace_invariance.experiments.base import claim
-from laplace_invariance.files import read_json, write_json
-from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.layers import FixupResNet, Standardise, cnn, mlp
+from laplace_invariance.experiments.base import (
+    BATCH,
+    MARGLIK_BATCH,
+    N_SHOWN,
+    TEST_BATCH,
+    RunDirectory,
+    accuracy,
+    cosine_recipe,
+    draw_evidence,
+    image_model,
+    load_transformed,
+    seeded,
+    training_seconds,
+)
+from laplace_invariance.experiments.choices import LEARN_METHODS
+from laplace_invariance.experiments.options import LearnConfig
+from laplace_invariance.layers import FixupResNet, cnn, mlp
 from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, marglik_training
+from laplace_invariance.tables import labelled
 
-__all__ = ["METHODS", "NETWORKS", "Experiment", "Outcome", "accuracy", "draw_evidence", "learn"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+__all__ = ["LEARN_NETWORKS", "LearnConfig", "LearnResult", "learn"]
+
+LEARN_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
     "cnn": cnn,
     "resnet": lambda in_shape, n_classes: FixupResNet(in_shape[0], n_classes, depth=8),
 }
-METHODS = {
-    "evidence": "ranges learnt by evidence",
-    "none": "no invariance, priors learnt by evidence",
-    "augerino": "ranges learnt by the loss and a reward for wide ones, priors by evidence",
-    "fixed": "fixed ranges, as many samples, priors learnt by evidence",
-    "trivial-augment": "torchvision's TrivialAugmentWide on training images, priors learnt by evidence",
-}
-BATCH, MARGLIK_BATCH, TEST_BATCH = 100, 250, 500
-N_SHOWN = 1000  # test images for the accuracy in the progress bar and the history
-FIGURE = {"ranges": (8, 4.5), "evidence": (8, 4.5), "samples": (11, 5), "flow": (5, 5)}
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """What is learnt from what.
+class LearnResult:
+    """Ranges, accuracy and evidence of one run; prints as a summary.
 
     Attributes:
-        data: source of the images, as for ``datasets.load``.
-        transform: how they are moved, one of ``datasets.KINDS``.
-        method: one of ``METHODS``.
-        net: one of ``NETWORKS``.
-        n_samples: samples per image.
-        n_epochs: epochs of training.
-        n_train: training images; None is all.
-        n_test: test images; None is all.
-        correlated: learn correlations of the ranges, too.
-        fixed: ranges of the method "fixed", by name of the generator.
-        strength: of Augerino's reward.
-        lr_augerino: Augerino's step size of the ranges.
-        seed: of subset, transformations, weights and draws.
-        root: directory of torchvision's data sets.
-        download: fetch them.
+        config: Configuration of the run.
+        accuracy: Accuracy on the test images.
+        evidence: Log evidence per training image; None if the method estimates none.
+        ranges: Learnt ranges in words, by name; empty without an augmentation.
+        magnitudes: Learnt ranges as numbers, by name.
+        truth: True ranges, by name.
+        scale_correlation: Correlation of the two axes' scalings, if correlations were learnt.
+        seconds: Duration of training, validation included.
+        training: What ``marglik_training`` returned; None if the result was read from a file.
     """
 
-    data: str = "digits"
-    transform: str = "fully_rotated"
-    method: str = "evidence"
-    net: str = "mlp"
-    n_samples: int = 8
-    n_epochs: int = 100
-    n_train: int | None = None
-    n_test: int | None = None
-    correlated: bool = False
-    fixed: Mapping[str, float] = field(default_factory=lambda: {"rotation": math.pi})
-    strength: float = 0.1
-    lr_augerino: float = 0.03
-    seed: int = 0
-    root: str = "data"
-    download: bool = False
-
-    def __post_init__(self) -> None:
-        for name, known in (("method", METHODS), ("net", NETWORKS)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(known)}"
-                )
-        datasets.true_ranges(self.transform)
-        Augerino(self.strength)
-        if self.n_epochs < 1:
-            raise ValueError(f"n_epochs must be positive, got {self.n_epochs}")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was learnt.
-
-    Attributes:
-        experiment: what was asked.
-        accuracy: on the test images.
-        evidence: log evidence per training image; None if the method estimates none.
-        ranges: in words, by name; empty without an augmentation.
-        magnitudes: the same as numbers.
-        truth: the true ones.
-        scale_correlation: of the two axes' scalings, if correlations were learnt.
-        seconds: that training took, validation included.
-        result: of the training; None if the outcome was read from a file.
-    """
-
-    experiment: Experiment
+    config: LearnConfig
     accuracy: float
     evidence: float | None
     ranges: dict[str, str]
@@ -119,254 +76,202 @@ class Outcome:
     truth: dict[str, float]
     scale_correlation: float | None
     seconds: float
-    result: Result | None = field(default=None, repr=False, compare=False)
+    training: Result | None = field(default=None, repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
-        """Return all but the result, for JSON."""
-        fields = {name: value for name, value in vars(self).items() if name != "result"}
-        return fields | {"experiment": asdict(self.experiment)}
+        """Return the configuration and all that was learnt, for JSON."""
+        left_out = ("config", "training")
+        values = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {"experiment": asdict(self.config), **values}
 
     def __str__(self) -> str:
-        e = self.experiment
+        config = self.config
+        words = config.transform.replace("_", " ")
         lines = [
-            ("data", f"{e.data}, {e.transform.replace('_', ' ')}, seed {e.seed}"),
-            ("method", f"{e.method}: {METHODS[e.method]}"),
+            labelled("data", f"{config.data}, {words}, seed {config.seed}"),
+            labelled("method", f"{config.method}: {LEARN_METHODS[config.method]}"),
         ]
         if self.magnitudes:
-            true = AffineImage(init=self.truth).ranges()
-            wanted = [name for name, value in self.truth.items() if value > 0]
-            lines += [(name, f"{self.ranges[name]}, true {true[name]}") for name in wanted]
-            rest = {name: value for name, value in self.magnitudes.items() if name not in wanted}
-            widest = max(rest, key=rest.get)
-            lines.append(
-                (
-                    "all others" if wanted else "all ranges",
-                    f"at most {rest[widest]:.3f} ({widest}: {self.ranges[widest]})",
-                )
-            )
+            lines += self._range_lines()
         if self.scale_correlation is not None:
-            lines.append(("x and y scale", f"correlated by {self.scale_correlation:.2f}"))
-        lines.append(("test accuracy", f"{self.accuracy:.1%}"))
+            lines.append(labelled("x and y scale", f"correlated by {self.scale_correlation:.2f}"))
+        lines.append(labelled("test accuracy", f"{self.accuracy:.1%}"))
         if self.evidence is not None:
-            lines.append(("log evidence", f"{self.evidence:.3f} per training image"))
-        lines.append(("time", f"{self.seconds:.0f} s"))
-        return "\n".join(f"{name:<15} {value}" for name, value in lines)
+            lines.append(labelled("log evidence", f"{self.evidence:.3f} per training image"))
+        lines.append(labelled("time", f"{self.seconds:.0f} s"))
+        return "\n".join(lines)
 
-
-# One experiment.
-
-
-class _Transformed(Dataset):
-    """Training images through a transform of torchvision that takes uint8."""
-
-    def __init__(
-        self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.images = (images * 255).round().to(torch.uint8)
-        self.labels, self.transform, self.dtype = labels, transform, images.dtype
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.transform(self.images[index]).to(self.dtype) / 255, self.labels[index]
-
-
-def _augmentation(experiment: Experiment) -> AffineImage | None:
-    if experiment.method == "evidence":
-        return AffineImage(draws="sobol", correlated=experiment.correlated)
-    if experiment.method == "augerino":
-        return AffineImage(init=0.1, draws="sobol", correlated=experiment.correlated)
-    if experiment.method == "fixed":
-        return AffineImage(init=dict(experiment.fixed), draws="sobol").frozen()
-    return None
-
-
-def _objective(experiment: Experiment) -> Objective:
-    return Augerino(experiment.strength) if experiment.method == "augerino" else Evidence()
+    def _range_lines(self) -> list[str]:
+        """Return a line for each range that is not zero in truth, and one for all others."""
+        true = AffineImage(init=self.truth).ranges()
+        wanted = [name for name, value in self.truth.items() if value > 0]
+        lines = [labelled(name, f"{self.ranges[name]}, true {true[name]}") for name in wanted]
+        rest = {name: value for name, value in self.magnitudes.items() if name not in wanted}
+        widest = max(rest, key=lambda name: rest[name])
+        label = "all others" if wanted else "all ranges"
+        text = f"at most {rest[widest]:.3f} ({widest}: {self.ranges[widest]})"
+        return [*lines, labelled(label, text)]
 
 
 def learn(
-    experiment: Experiment,
+    config: LearnConfig,
     out: str | Path | None = None,
+    *,
     resume: bool = False,
     progress_bar: bool = False,
-) -> Outcome:
-    """Run an experiment.
+) -> LearnResult:
+    """Train one network, and learn to which transformations it should be invariant.
 
     Args:
-        experiment: what to learn.
-        out: directory for checkpoint, history, figures and summary; None keeps nothing.
-        resume: go on from a checkpoint in ``out``; an experiment that is finished there is read.
-        progress_bar: show one.
+        config: Images, transformation, method and network.
+        out: Directory for ``checkpoint.pt``, ``history.jsonl``, ``summary.json`` and figures; None
+            keeps nothing.
+        resume: Whether to continue from a checkpoint in ``out``; a finished run is read.
+        progress_bar: Whether to show progress.
+
+    Returns:
+        Learnt ranges, test accuracy and evidence.
     """
-    out = None if out is None else Path(out)
-    if out is not None:
-        claim(out, experiment, resume)
-        if (out / "summary.json").exists():
-            return _read(out / "summary.json", experiment)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(experiment.seed)
-        return _learn(experiment, out, resume, progress_bar)
+    with RunDirectory(out, config, resume) as directory, seeded(config.seed):
+        summary = directory.finished()
+        if summary is not None:
+            del summary["experiment"]
+            return LearnResult(config, **summary)
+        split = load_transformed(config, config.transform, config.seed)
+        augmentation = _augmentation(config)
+        net = LEARN_NETWORKS[config.net](split.in_shape, split.n_classes)
+        model = image_model(net, split.x_train, augmentation, config.n_samples)
+        directory.begin()
+        start = time.perf_counter()
+        training = _train(config, split, model, directory, progress_bar)
+        # The history has the time of interrupted calls before, the clock that of validation.
+        seconds = max(training_seconds(training.history), time.perf_counter() - start)
+        result = LearnResult(
+            config,
+            accuracy=accuracy(model, TensorDataset(split.x_test, split.y_test)),
+            evidence=_best_evidence(training, len(split.x_train)),
+            **_learnt(augmentation),
+            truth=datasets.true_ranges(config.transform),
+            scale_correlation=_scale_correlation(config, augmentation),
+            seconds=seconds,
+            training=training,
+        )
+        _draw(directory, result, training.history, augmentation, split.x_train)
+        directory.save("summary.json", result.summary())
+    return result
 
 
-def _read(path: Path, experiment: Experiment) -> Outcome:
-    return Outcome(**read_json(path) | {"experiment": experiment})
+def _augmentation(config: LearnConfig) -> AffineImage | None:
+    if config.method == "evidence":
+        return AffineImage(draws="sobol", correlated=config.correlated)
+    if config.method == "augerino":
+        return AffineImage(init=0.1, draws="sobol", correlated=config.correlated)
+    if config.method == "fixed":
+        return AffineImage(init=dict(config.fixed), draws="sobol").frozen()
+    return None
 
 
-def _learn(experiment: Experiment, out: Path | None, resume: bool, progress_bar: bool) -> Outcome:
-    split = datasets.load(
-        experiment.data,
-        root=experiment.root,
-        download=experiment.download,
-        n_train=experiment.n_train,
-        n_test=experiment.n_test,
-        seed=experiment.seed,
-    )
-    generator = torch.Generator().manual_seed(experiment.seed)
-    x_train, x_test = (
-        datasets.transformed(x, experiment.transform, generator)
-        for x in (split.x_train, split.x_test)
-    )
-    train = TensorDataset(x_train, split.y_train)
-    test = DataLoader(TensorDataset(x_test, split.y_test), TEST_BATCH)
-    if experiment.method == "trivial-augment":
-        from torchvision.transforms import v2
-
-        moving: Dataset = _Transformed(x_train, split.y_train, v2.TrivialAugmentWide())
-    else:
-        moving = train
-    loader = DataLoader(moving, BATCH, shuffle=True)
-    net = NETWORKS[experiment.net](split.in_shape, split.n_classes)
-    model: nn.Module = nn.Sequential(
-        Standardise.of(x_train), *(net if isinstance(net, nn.Sequential) else [net])
-    )
-    augmentation = _augmentation(experiment)
-    if augmentation is not None:
-        model = InvariantModel(model, augmentation, experiment.n_samples)
-    if out is not None:
-        write_json(out / "experiment.json", asdict(experiment))
-    start = time.perf_counter()
-    result = marglik_training(
+def _train(
+    config: LearnConfig,
+    split: datasets.Split,
+    model: nn.Module,
+    directory: RunDirectory,
+    progress_bar: bool,
+) -> Result:
+    train = TensorDataset(split.x_train, split.y_train)
+    test = TensorDataset(split.x_test, split.y_test)
+    collate = None
+    if config.method == "trivial-augment":
+        collate = _trivially_augmented
+    loader = DataLoader(train, BATCH, shuffle=True, collate_fn=collate)
+    options: dict[str, Any] = {}
+    objective: Objective = Evidence()
+    if config.method == "augerino":
+        objective = Augerino(config.strength)
+        options["lr_aug"] = config.lr_augerino
+    return marglik_training(
         model,
         loader,
-        n_epochs=experiment.n_epochs,
-        objective=_objective(experiment),
+        objective=objective,
         marglik_loader=DataLoader(train, MARGLIK_BATCH),
-        valid_loader=DataLoader(
-            TensorDataset(x_test[:N_SHOWN], split.y_test[:N_SHOWN]), TEST_BATCH
-        ),
-        checkpoint=None if out is None else out / "checkpoint.pt",
-        history=None if out is None else out / "history.jsonl",
-        resume=resume,
+        valid_loader=DataLoader(TensorDataset(*test[:N_SHOWN]), TEST_BATCH),
+        checkpoint=directory.path("checkpoint.pt"),
+        history=directory.path("history.jsonl"),
+        resume=directory.resume,
         progress_bar=progress_bar,
-        **_recipe(experiment, len(loader)),
+        **cosine_recipe(config.n_epochs, len(loader)),
+        **options,
     )
-    seconds = sum(sum(record["seconds"].values()) for record in result.history)
-    outcome = Outcome(
-        experiment,
-        accuracy=accuracy(model, test),
-        evidence=_best_evidence(result, len(train)),
-        ranges={} if augmentation is None else augmentation.ranges(),
-        magnitudes={} if augmentation is None else augmentation.magnitudes(),
-        truth=datasets.true_ranges(experiment.transform),
-        scale_correlation=_scale_correlation(augmentation)
-        if experiment.correlated and augmentation is not None
-        else None,
-        seconds=max(seconds, time.perf_counter() - start),
-        result=result,
-    )
-    if out is not None:
-        _draw(outcome, augmentation, x_train[:6], out)
-        write_json(out / "summary.json", outcome.summary())
-    return outcome
 
 
-def _recipe(experiment: Experiment, n_batches: int) -> dict[str, Any]:
-    """Return the settings of training, the same for all methods but for Augerino's step size."""
-    return {
-        "optimizer_kwargs": {"lr": 5e-3},
-        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
-        "scheduler_kwargs": {"T_max": experiment.n_epochs * n_batches, "eta_min": 5e-5},
-        "n_epochs_burnin": min(4, experiment.n_epochs),
-        "marglik_frequency": min(2, experiment.n_epochs),
-        "n_hypersteps": 4,
-        "backend_kwargs": {"output_rank": 3},
-        **({"lr_aug": experiment.lr_augerino} if experiment.method == "augerino" else {}),
-    }
+def _trivially_augmented(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Collate examples, each image through a transform of torchvision that takes uint8."""
+    from torchvision.transforms import v2
+
+    transform = v2.TrivialAugmentWide()
+    x, y = default_collate(examples)
+    images = [transform(image) for image in (x * 255).round().to(torch.uint8)]
+    return torch.stack(images).to(x.dtype) / 255, y
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of a loader's examples that the model, in evaluation mode, classifies rightly."""
-    model.eval()
-    correct = sum((model(x).argmax(-1) == y).sum().item() for x, y in loader)
-    return correct / len(loader.dataset)
-
-
-def _best_evidence(result: Result, n_data: int) -> float | None:
-    found = [record["evidence"] for record in result.history if record["evidence"] is not None]
-    return max(found) / n_data if found else None
-
-
-@torch.no_grad()
-def _scale_correlation(augmentation: AffineImage) -> float:
-    """Return the correlation of x- and y-scale under the learnt distribution; draws are uncorrelated, of equal variance."""
-    unit = torch.eye(len(augmentation.names)).to(augmentation.eta)
-    rows = augmentation.coefficients(unit)[
-        :, [augmentation.names.index(f"{axis}_scale") for axis in "xy"]
-    ]
-    return torch.nn.functional.cosine_similarity(rows[:, 0], rows[:, 1], dim=0).item()
-
-
-# Pictures.
-
-
-def draw_evidence(
-    history: Sequence[Mapping[str, Any]], n_data: int, title: str, path: Path
-) -> None:
-    """Draw the evidence per datum and its terms over epochs; nothing if it was never estimated.
-
-    Args:
-        history: of the training.
-        n_data: number of training images.
-        title: of the picture.
-        path: of the file.
-    """
-    estimated = [record for record in history if record["evidence"] is not None]
+def _best_evidence(training: Result, n_data: int) -> float | None:
+    found = [record["evidence"] for record in training.history]
+    estimated = [evidence for evidence in found if evidence is not None]
     if not estimated:
-        return
-    terms = {
-        "log evidence": [r["evidence"] / n_data for r in estimated],
-        "log likelihood": [r["log_likelihood"] / n_data for r in estimated],
-        "-½ log determinant ratio": [-r["log_det_ratio"] / 2 / n_data for r in estimated],
-        "-½ scatter": [-r["scatter"] / 2 / n_data for r in estimated],
-    }
-    figure = plots.figure(FIGURE["evidence"])
-    plots.evidence_terms([r["epoch"] for r in estimated], terms, figure.subplots()).set_title(title)
-    figure.savefig(path, dpi=120)
+        return None
+    return max(estimated) / n_data
 
 
-def _draw(outcome: Outcome, augmentation: AffineImage | None, images: Tensor, out: Path) -> None:
-    history = outcome.result.history
-    title = f"{outcome.experiment.data}, {outcome.experiment.transform.replace('_', ' ')}"
-    draw_evidence(history, outcome.result.la.n_data, title, out / "evidence.png")
+def _learnt(augmentation: AffineImage | None) -> dict[str, Any]:
+    """Return the ranges of an augmentation, in words and as numbers."""
     if augmentation is None:
+        return {"ranges": {}, "magnitudes": {}}
+    return {"ranges": augmentation.ranges(), "magnitudes": augmentation.magnitudes()}
+
+
+@torch.no_grad()
+def _scale_correlation(config: LearnConfig, augmentation: AffineImage | None) -> float | None:
+    """Return the correlation of x- and y-scale under the learnt distribution, if there is one.
+
+    Draws are uncorrelated and of equal variance, so it is the cosine between two rows of the map
+    from draws to coefficients.
+    """
+    if augmentation is None or not config.correlated:
+        return None
+    columns = augmentation.coefficients(torch.eye(len(augmentation.names))).unbind(1)
+    x_scale, y_scale = (columns[augmentation.names.index(f"{axis}_scale")] for axis in "xy")
+    return F.cosine_similarity(x_scale, y_scale, dim=0).item()
+
+
+def _draw(
+    directory: RunDirectory,
+    result: LearnResult,
+    history: Sequence[Mapping[str, Any]],
+    augmentation: AffineImage | None,
+    images: Tensor,
+) -> None:
+    config = result.config
+    title = f"{config.data}, {config.transform.replace('_', ' ')}"
+    draw_evidence(directory, history, len(images), title)
+    initial = _augmentation(config)
+    if augmentation is None or initial is None:
         return
-    figure = plots.figure(FIGURE["ranges"])
-    values = {
-        name: [r["ranges"]["augmentation"][name] for r in history] for name in augmentation.names
-    }
-    truth = {name: value for name, value in outcome.truth.items() if value > 0}
-    plots.ranges_over_epochs(
-        [r["epoch"] for r in history], values, truth, figure.subplots()
-    ).set_title(title)
-    figure.savefig(out / "ranges.png", dpi=120)
-    figure = plots.figure(FIGURE["samples"])
-    start, end = figure.subplots(1, 2)
-    plots.samples(_augmentation(outcome.experiment), images, 8, start, "at the start")
-    plots.samples(augmentation, images, 8, end, "as learnt")
-    figure.savefig(out / "samples.png", dpi=120)
-    figure = plots.figure(FIGURE["flow"])
-    plots.flow(augmentation, figure.subplots()).set_title(f"learnt on {title}")
-    figure.savefig(out / "flow.png", dpi=120)
+    epochs = [record["epoch"] for record in history]
+    found = [record["ranges"]["augmentation"] for record in history]
+    values = {name: [ranges[name] for ranges in found] for name in augmentation.names}
+    truth = {name: value for name, value in result.truth.items() if value > 0}
+
+    def ranges(figure: Figure) -> None:
+        plots.ranges_over_epochs(epochs, values, truth, figure.subplots()).set_title(title)
+
+    def samples(figure: Figure) -> None:
+        start, end = figure.subplots(1, 2)
+        plots.samples(initial, images[:6], 8, start, "at the start")
+        plots.samples(augmentation, images[:6], 8, end, "as learnt")
+
+    def flow(figure: Figure) -> None:
+        plots.flow(augmentation, figure.subplots()).set_title(f"learnt on {title}")
+
+    directory.figure("ranges.png", (8, 4.5), ranges)
+    directory.figure("samples.png", (11, 5), samples)
+    directory.figure("flow.png", (5, 5), flow)

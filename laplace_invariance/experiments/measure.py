@@ -1,30 +1,41 @@
-"""Train networks that became invariant in different ways, and measure how far they are; what ``laplace-invariance measure`` runs.
+"""Measure how invariant networks are that became so in different ways.
 
-The same network is trained on images as they are, on turned ones, with the invariance error as a penalty, averaged over the
-group, and averaged with weights or ranges that the evidence learns. All are then measured on test images of the same kind and,
-as invariance that was learnt from images need not hold for others, on images of another kind.
+The same network is trained on images as they are, on transformed ones, with the invariance error as
+a penalty, averaged over the group, and averaged with weights or ranges that the evidence learns.
+All are measured on test images of the same kind and on images of another kind, since invariance
+that was learnt from images need not hold for others.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import AffineImage, Augmentation, FiniteGroup
-from laplace_invariance.experiments.base import claim
-from laplace_invariance.experiments.learn import BATCH, MARGLIK_BATCH, TEST_BATCH, accuracy
-from laplace_invariance.files import read_json, write_json
-from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.layers import Standardise, cnn
+from laplace_invariance.experiments.base import (
+    BATCH,
+    MARGLIK_BATCH,
+    Recipe,
+    RunDirectory,
+    accuracy,
+    cosine_recipe,
+    image_model,
+    load_images,
+    say,
+    seeded,
+    training_seconds,
+)
+from laplace_invariance.experiments.choices import MEASURE_METHODS, MeasureMethod
+from laplace_invariance.experiments.options import MeasureConfig
+from laplace_invariance.layers import cnn
 from laplace_invariance.marglik import MAP, Evidence, Objective, Regularised, marglik_training
 from laplace_invariance.metrics import (
     Invariance,
@@ -34,78 +45,19 @@ from laplace_invariance.metrics import (
     SpectrumRecorder,
     invariance_report,
 )
+from laplace_invariance.tables import table
 
-__all__ = [
-    "GROUPS",
-    "METHODS",
-    "MeasuredNetwork",
-    "Measurement",
-    "MeasurementExperiment",
-    "measure",
-]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-METHODS = {
-    "plain": "trained on images as they are",
-    "augmented": "every image turned afresh in every epoch",
-    "regularised": "the same, and the invariance error added to the loss",
-    "tied": "averaged over the group, so invariant by construction",
-    "evidence": "averaged with weights or a range learnt by evidence, from images that were turned once",
-}
-# by name: all of the group, and where the evidence starts to learn it
-GROUPS: dict[str, tuple[Callable[[], Augmentation], Callable[[], Augmentation]]] = {
-    "quarter-turns": (
-        lambda: FiniteGroup("quarter_turns", init=1.0).frozen(),
-        lambda: FiniteGroup("quarter_turns", init=0.1),
-    ),
-    "rotations": (
-        lambda: AffineImage(init={"rotation": math.pi}, draws="sobol").frozen(),
-        lambda: AffineImage(init={"rotation": 0.1}, learn="rotation", draws="sobol"),
-    ),
-}
-N_MEASURED = 22  # rotations to measure by: not a multiple of those that a network is averaged over, where it does best
-N_SPECTRUM, N_SPECTRA = (
-    64,
-    20,
-)  # test images that spectra are of, and how many are taken over training
+__all__ = ["MeasureConfig", "MeasureResult", "MeasuredNetwork", "measure"]
 
 
-@dataclass(frozen=True)
-class MeasurementExperiment:
-    """What is trained on what.
-
-    Attributes:
-        data: source of the images, as for ``datasets.load``.
-        shifted: source of images of another kind, of the same size, whose test images are used; None are negatives of the
-            test images.
-        group: one of ``GROUPS``.
-        n_samples: samples of networks averaged over rotations; also the rotations that they are measured with.
-        n_epochs: epochs of training.
-        n_train: training images; None is all.
-        n_test: test images of either kind; None is all.
-        strength: of the invariance error as a penalty.
-        seed: of subsets, turns, weights and draws.
-        root: directory of torchvision's data sets.
-        download: fetch them.
-    """
-
-    data: str = "digits"
-    shifted: str | None = None
-    group: str = "quarter-turns"
-    n_samples: int = 8
-    n_epochs: int = 40
-    n_train: int | None = None
-    n_test: int | None = None
-    strength: float = 0.1
-    seed: int = 0
-    root: str = "data"
-    download: bool = False
-
-    def __post_init__(self) -> None:
-        if self.group not in GROUPS:
-            raise ValueError(f"unknown group {self.group!r}; choose from {', '.join(GROUPS)}")
-        Regularised(InvarianceError("p4", self.n_samples), self.strength)
-        if self.n_epochs < 1:
-            raise ValueError(f"n_epochs must be positive, got {self.n_epochs}")
+# Number of rotations to measure with: not a multiple of the number that a network is averaged over,
+# where it is trivially invariant.
+N_MEASURED = 22
+N_SPECTRUM = 64  # test images per spectrum of the Jacobian
+N_SPECTRA = 20  # spectra over training, about
 
 
 @dataclass(frozen=True)
@@ -113,250 +65,273 @@ class MeasuredNetwork:
     """One network, trained and measured.
 
     Attributes:
-        accuracy: on test images as they are.
-        accuracy_turned: on test images, each moved by a random element of the group.
-        invariance: by data set.
-        epochs: at which spectra were taken.
-        spectra: of the Jacobian, as many.
-        ranges: what was learnt by evidence, in words; empty for others.
-        seconds: that training took.
+        accuracy: Accuracy on test images as they are.
+        accuracy_transformed: Accuracy on test images, each under a random element of the group.
+        invariance: Measures of invariance, by data set.
+        epochs: Epochs at which spectra were taken.
+        spectra: Spectra of the Jacobian, one per entry of ``epochs``.
+        ranges: What was learnt by evidence, in words; empty for other methods.
+        seconds: Duration of training.
     """
 
     accuracy: float
-    accuracy_turned: float
+    accuracy_transformed: float
     invariance: dict[str, Invariance]
     epochs: list[int]
     spectra: list[JacobianSpectrum]
     ranges: dict[str, str]
     seconds: float
 
-    @classmethod
-    def read(cls, path: Path) -> MeasuredNetwork:
-        """Read what was written as JSON."""
-        found = read_json(path)
-        found["invariance"] = {
-            where: Invariance(**one) for where, one in found["invariance"].items()
-        }
-        found["spectra"] = [
-            JacobianSpectrum(tuple(one["singular_values"]), one["orbit"])
-            for one in found["spectra"]
-        ]
-        return cls(**found)
-
 
 @dataclass(frozen=True)
-class Measurement:
-    """All networks of an experiment, by method; prints as tables."""
+class MeasureResult:
+    """All networks of an experiment; prints as tables.
 
-    experiment: MeasurementExperiment
+    Attributes:
+        config: Configuration of the experiment.
+        networks: Measured networks, by method.
+    """
+
+    config: MeasureConfig
     networks: dict[str, MeasuredNetwork]
 
     @property
     def report(self) -> InvarianceReport:
-        """The three measures, by method and data set."""
-        return InvarianceReport(
-            {method: network.invariance for method, network in self.networks.items()}
-        )
+        """The three measures of invariance, by method and data set."""
+        rows = {method: network.invariance for method, network in self.networks.items()}
+        return InvarianceReport(rows)
+
+    def summary(self) -> dict[str, Any]:
+        """Return configuration and networks, for JSON."""
+        networks = {method: asdict(network) for method, network in self.networks.items()}
+        return {"experiment": asdict(self.config), "networks": networks}
 
     def __str__(self) -> str:
-        e = self.experiment
-        lines = [f"{Path(e.data).stem}, {e.group}, seed {e.seed}", "", str(self.report), ""]
-        lines.append(
-            f"{'network':<12} accuracy  turned  singular values  along orbits  relative  time"
-        )
-        for method, network in self.networks.items():
-            last = network.spectra[-1]
-            values = f"{last.singular_values[0]:.2f} to {last.singular_values[-1]:.2g}"
-            lines.append(
-                f"{method:<12} {network.accuracy:>8.1%}  {network.accuracy_turned:>6.1%}  {values:>15}  {last.orbit:>12.2g}  "
-                f"{last.relative:>8.2g}  {network.seconds:.0f} s"
-            )
+        config = self.config
+        head = f"{Path(config.data).stem}, {config.group}, seed {config.seed}"
+        return "\n\n".join([head, str(self.report), self._table()])
+
+    def _table(self) -> str:
+        """Return a row per network and, below it, what it learnt."""
+        rows = [_row(method, network) for method, network in self.networks.items()]
+        cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+        header, *lines = table(cells, right=range(1, 6)).splitlines()
+        shown = [header]
+        for line, network in zip(lines, self.networks.values(), strict=True):
+            shown.append(line)
             if network.ranges:
-                lines.append(
-                    f"{'':<12} learnt {', '.join(f'{name}: {words}' for name, words in network.ranges.items())}"
-                )
-        return "\n".join(lines)
+                words = ", ".join(f"{name}: {text}" for name, text in network.ranges.items())
+                shown.append(f"{'':<12} learnt {words}")
+        return "\n".join(shown)
+
+
+def _row(method: str, network: MeasuredNetwork) -> dict[str, str]:
+    """Return the cells of a network, by the names of their columns."""
+    last = network.spectra[-1]
+    return {
+        "network": method,
+        "accuracy": f"{network.accuracy:.1%}",
+        "transformed": f"{network.accuracy_transformed:.1%}",
+        "singular values": f"{last.singular_values[0]:.2f} to {last.singular_values[-1]:.2g}",
+        "along orbits": f"{last.orbit:.2g}",
+        "relative": f"{last.relative:.2g}",
+        "time": f"{network.seconds:.0f} s",
+    }
 
 
 def measure(
-    experiment: MeasurementExperiment,
-    methods: Sequence[str] = tuple(METHODS),
+    config: MeasureConfig,
     out: str | Path | None = None,
+    *,
     resume: bool = False,
     progress_bar: bool = False,
-    say: Callable[[str], None] | None = None,
-) -> Measurement:
+) -> MeasureResult:
     """Train networks and measure how invariant they are.
 
     Args:
-        experiment: what to train on what.
-        methods: some of ``METHODS``; all start with the same weights.
-        out: directory for one JSON file per network, the tables (``report.txt``) and, where matplotlib is installed, the figures
-            ``invariance.png`` and ``spectra.png``; None keeps nothing.
-        resume: read networks that are finished in ``out``, and go on with the others.
-        progress_bar: show one per network.
-        say: told what is trained.
+        config: Images, group and methods.
+        out: Directory for ``summary.json``, written after each network, the tables
+            (``report.txt``) and figures; None keeps nothing.
+        resume: Whether to continue in ``out``: finished networks are read, also those of methods
+            that are not asked for now, and the others are trained.
+        progress_bar: Whether to show progress.
+
+    Returns:
+        All networks with their measures, by method.
     """
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown or not methods:
-        raise ValueError(f"methods must be some of {', '.join(METHODS)}, got {unknown or 'none'}")
-    out = None if out is None else Path(out)
-    if out is not None:
-        claim(out, experiment, resume)
-    split, shifted = _data(experiment)
-    whole = GROUPS[experiment.group][0]()
-    whole.transform(split.x_test[:1], whole.fixed(1))  # refuses images that it cannot move
-    if out is not None:
-        write_json(out / "experiment.json", asdict(experiment))
-    networks: dict[str, MeasuredNetwork] = {}
-    finished = [
-        method for method in METHODS if out is not None and (out / f"{method}.json").exists()
-    ]
-    for method in [method for method in METHODS if method in methods or method in finished]:
-        path = None if out is None else out / f"{method}.json"
-        if path is not None and path.exists():
-            networks[method] = MeasuredNetwork.read(path)
-            continue
-        if say is not None:
-            say(f"{method}: {METHODS[method]}")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(experiment.seed)
-            networks[method] = _measure(experiment, method, split, shifted, progress_bar)
-        if path is not None:
-            write_json(path, asdict(networks[method]))
-    measurement = Measurement(experiment, networks)
-    if out is not None:
-        (out / "report.txt").write_text(f"{measurement}\n")
-        _draw(measurement, out)
-    return measurement
+    with RunDirectory(out, config, resume) as directory:
+        split, measured_on = _data(config)
+        group = _group(config)
+        group.transform(split.x_test[:1], group.fixed(1))  # raises if images do not fit the group
+        directory.begin()
+        networks = _read_networks(directory)
+        for method in MEASURE_METHODS:
+            if method in networks or method not in config.methods:
+                continue
+            say(f"{method}: {MEASURE_METHODS[method]}", progress_bar)
+            with seeded(config.seed):
+                networks[method] = _measure(config, method, split, measured_on, progress_bar)
+            directory.save("summary.json", MeasureResult(config, networks).summary())
+        ordered: dict[str, MeasuredNetwork] = {
+            name: networks[name] for name in MEASURE_METHODS if name in networks
+        }
+        result = MeasureResult(config, ordered)
+        directory.save("report.txt", str(result))
+        _draw(directory, result)
+    return result
 
 
-def _data(experiment: MeasurementExperiment) -> tuple[datasets.Split, dict[str, Tensor]]:
+def _read_networks(directory: RunDirectory) -> dict[str, MeasuredNetwork]:
+    summary = directory.finished() or {"networks": {}}
+    networks = {}
+    for method, found in summary["networks"].items():
+        measures = found["invariance"].items()
+        found["invariance"] = {where: Invariance(**values) for where, values in measures}
+        found["spectra"] = [
+            JacobianSpectrum(tuple(spectrum["singular_values"]), spectrum["orbit"])
+            for spectrum in found["spectra"]
+        ]
+        networks[method] = MeasuredNetwork(**found)
+    return networks
+
+
+def _data(config: MeasureConfig) -> tuple[datasets.Split, dict[str, Tensor]]:
     """Return the images, and those to measure on, by name."""
-    e = experiment
-    options: dict[str, Any] = {
-        "root": e.root,
-        "download": e.download,
-        "n_test": e.n_test,
-        "seed": e.seed,
-    }
-    split = datasets.load(e.data, n_train=e.n_train, **options)
-    if e.shifted is None:
+    split = load_images(config, config.seed)
+    if config.shifted is None:
         return split, {split.name: split.x_test, "negatives": 1 - split.x_test}
-    other = datasets.load(e.shifted, **options)
+    other = load_images(replace(config, data=config.shifted, n_train=None), config.seed)
     if other.name == split.name:
         raise ValueError(
-            f"images and shifted images are both called {other.name!r}; give others, or rename a file"
+            f"images and shifted images are both called {other.name!r}; give others, or rename a "
+            "file"
         )
     if other.in_shape != split.in_shape:
         raise ValueError(
-            f"images of {other.name} are {list(other.in_shape)}, and those of {split.name} {list(split.in_shape)}; the network "
-            "needs one size"
+            f"images of {other.name} are {list(other.in_shape)}, and those of {split.name} "
+            f"{list(split.in_shape)}; the network needs one size"
         )
     return split, {split.name: split.x_test, other.name: other.x_test}
 
 
 def _measure(
-    experiment: MeasurementExperiment,
-    method: str,
+    config: MeasureConfig,
+    method: MeasureMethod,
     split: datasets.Split,
-    data: Mapping[str, Tensor],
+    measured_on: Mapping[str, Tensor],
     progress_bar: bool,
 ) -> MeasuredNetwork:
-    whole, start = (make() for make in GROUPS[experiment.group])
-    model: nn.Module = nn.Sequential(
-        Standardise.of(split.x_train), *cnn(split.in_shape, split.n_classes)
-    )
-    if method in ("tied", "evidence"):
-        model = InvariantModel(model, whole if method == "tied" else start, experiment.n_samples)
-    turned = whole(split.x_test, torch.Generator().manual_seed(experiment.seed))
+    group = _group(config)
+    augmentation = _augmentation(config, method)
+    net = cnn(split.in_shape, split.n_classes)
+    model = image_model(net, split.x_train, augmentation, config.n_samples)
+    transformed = group(split.x_test, torch.Generator().manual_seed(config.seed))
     recorder = SpectrumRecorder(
         split.x_test[:N_SPECTRUM],
-        whole,
+        group,
         n_samples=N_MEASURED,
-        every=max(experiment.n_epochs // N_SPECTRA, 1),
+        every=max(config.n_epochs // N_SPECTRA, 1),
     )
-    result = marglik_training(
+    train_loader, marglik_loader = _loaders(method, group, split)
+    training = marglik_training(
         model,
+        train_loader,
+        marglik_loader=marglik_loader,
         callbacks=[recorder],
-        objective=_objective(experiment, method, whole),
+        objective=_objective(config, method, group),
         progress_bar=progress_bar,
-        **_loaders(method, whole, split),
-        **_recipe(experiment, len(split.x_train)),
+        **_recipe(config, len(split.x_train)),
     )
+    report = invariance_report({method: model}, measured_on, group, n_samples=N_MEASURED)
     return MeasuredNetwork(
-        *(
-            accuracy(model, DataLoader(TensorDataset(x, split.y_test), TEST_BATCH))
-            for x in (split.x_test, turned)
-        ),
-        invariance=invariance_report({method: model}, data, whole, n_samples=N_MEASURED).rows[
-            method
-        ],
+        accuracy=accuracy(model, TensorDataset(split.x_test, split.y_test)),
+        accuracy_transformed=accuracy(model, TensorDataset(transformed, split.y_test)),
+        invariance=report.rows[method],
         epochs=recorder.epochs,
         spectra=recorder.spectra,
-        ranges=_learnt(start) if method == "evidence" else {},
-        seconds=sum(sum(record["seconds"].values()) for record in result.history),
+        ranges=_learnt(method, augmentation),
+        seconds=training_seconds(training.history),
     )
 
 
-def _learnt(augmentation: Augmentation) -> dict[str, str]:
+def _group(config: MeasureConfig) -> Augmentation:
+    """Return an augmentation with all of the group."""
+    if config.group == "quarter-turns":
+        return FiniteGroup("quarter_turns", init=1.0).frozen()
+    return AffineImage(init={"rotation": math.pi}, draws="sobol").frozen()
+
+
+def _augmentation(config: MeasureConfig, method: MeasureMethod) -> Augmentation | None:
+    """Return what a network is averaged over, if it is; the evidence starts near the identity."""
+    if method == "tied":
+        return _group(config)
+    if method != "evidence":
+        return None
+    if config.group == "quarter-turns":
+        return FiniteGroup("quarter_turns", init=0.1)
+    return AffineImage(init={"rotation": 0.1}, learn="rotation", draws="sobol")
+
+
+def _learnt(method: MeasureMethod, augmentation: Augmentation | None) -> dict[str, str]:
+    """Return the ranges that the evidence opened, in words."""
+    if augmentation is None or method != "evidence":
+        return {}
     reach = augmentation.magnitudes()
     return {name: words for name, words in augmentation.ranges().items() if reach[name] > 0}
 
 
-def _objective(experiment: MeasurementExperiment, method: str, group: Augmentation) -> Objective:
+def _objective(config: MeasureConfig, method: MeasureMethod, group: Augmentation) -> Objective:
     if method == "regularised":
-        return Regularised(InvarianceError(group), experiment.strength, MAP())
-    return Evidence() if method == "evidence" else MAP()
+        return Regularised(InvarianceError(group), config.strength, MAP())
+    if method == "evidence":
+        return Evidence()
+    return MAP()
 
 
-def _loaders(method: str, group: Augmentation, split: datasets.Split) -> dict[str, DataLoader]:
+def _loaders(
+    method: MeasureMethod, group: Augmentation, split: datasets.Split
+) -> tuple[DataLoader, DataLoader]:
     """Return the loaders of training and of the evidence."""
 
-    def turn(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def transform(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         x, y = default_collate(examples)
         return group(x), y
 
-    images = TensorDataset(
-        group(split.x_train) if method == "evidence" else split.x_train, split.y_train
+    x_train = split.x_train
+    if method == "evidence":
+        x_train = group(x_train)
+    images = TensorDataset(x_train, split.y_train)
+    collate = None
+    if method in ("augmented", "regularised"):
+        collate = transform
+    train_loader = DataLoader(images, BATCH, shuffle=True, collate_fn=collate)
+    return train_loader, DataLoader(images, MARGLIK_BATCH)
+
+
+def _recipe(config: MeasureConfig, n_train: int) -> Recipe:
+    """Return the settings of training: at least one estimate after the burn-in, however short."""
+    return cosine_recipe(
+        config.n_epochs,
+        math.ceil(n_train / BATCH),
+        n_epochs_burnin=min(4, config.n_epochs - 1),
+        marglik_frequency=2 if config.n_epochs > 4 else 1,
     )
-    collate = turn if method in ("augmented", "regularised") else None
-    return {
-        "train_loader": DataLoader(images, BATCH, shuffle=True, collate_fn=collate),
-        "marglik_loader": DataLoader(images, MARGLIK_BATCH),
-    }
 
 
-def _recipe(experiment: MeasurementExperiment, n_train: int) -> dict[str, Any]:
-    """Return the settings of training, the same for all methods."""
-    return {
-        "n_epochs": experiment.n_epochs,
-        "optimizer_kwargs": {"lr": 5e-3},
-        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
-        "scheduler_kwargs": {
-            "T_max": experiment.n_epochs * math.ceil(n_train / BATCH),
-            "eta_min": 5e-5,
-        },
-        "n_epochs_burnin": min(4, experiment.n_epochs - 1),
-        "marglik_frequency": 2 if experiment.n_epochs > 4 else 1,
-        "n_hypersteps": 4,
-        "backend_kwargs": {"output_rank": 3},
-    }
+def _draw(directory: RunDirectory, result: MeasureResult) -> None:
+    config, networks = result.config, result.networks
+    title = f"{Path(config.data).stem}, {config.group.replace('-', ' ')}"
 
+    def invariances(figure: Figure) -> None:
+        plots.invariances(result.report, figure.subplots(1, 3))
+        figure.suptitle(f"{title}: 0 is invariant")
 
-def _draw(measurement: Measurement, out: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        return
-    e = measurement.experiment
-    title = f"{Path(e.data).stem}, {e.group.replace('-', ' ')}"
-    figure = plots.figure((12, 4))
-    plots.invariances(measurement.report, figure.subplots(1, 3))
-    figure.suptitle(f"{title}: 0 is invariant")
-    figure.savefig(out / "invariance.png", dpi=120)
-    figure = plots.figure((1 + 3 * len(measurement.networks), 4))
-    panels = figure.subplots(1, len(measurement.networks), sharey=True, squeeze=False)[0]
-    for ax, (method, network) in zip(panels, measurement.networks.items(), strict=True):
-        plots.spectra(network.epochs, network.spectra, ax).set_title(method)
-        ax.label_outer()
-    figure.suptitle(f"{title}: reactions to small changes, and along orbits")
-    figure.savefig(out / "spectra.png", dpi=120)
+    def spectra(figure: Figure) -> None:
+        panels = figure.subplots(1, len(networks), sharey=True, squeeze=False)[0]
+        for ax, (method, network) in zip(panels, networks.items(), strict=True):
+            plots.spectra(network.epochs, network.spectra, ax).set_title(method)
+            ax.label_outer()
+        figure.suptitle(f"{title}: sensitivity to small changes, and along orbits")
+
+    directory.figure("invariance.png", (12, 4), invariances)
+    directory.figure("spectra.png", (1 + 3 * len(networks), 4), spectra)

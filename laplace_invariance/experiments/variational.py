@@ -1,118 +1,60 @@
-"""Recover from images how far they were turned, from several starts; what ``laplace-invariance variational`` runs.
+"""Learn a range of rotations by a lower bound on the evidence, from several starts.
 
-A shallow network with invariant weights (``variational.ShallowNetwork``) is trained several times on the same images: with a
-range that the ELBO learns, with ranges that are fixed, and with a range that the likelihood alone may move.
+A shallow network with invariant weights (``variational.ShallowNetwork``) is trained several times
+on the same images: with a range that the ELBO learns, with ranges that are fixed, and with a range
+that the likelihood alone may change.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import AffineImage
-from laplace_invariance.experiments.base import claim
-from laplace_invariance.files import read_json, write_json
+from laplace_invariance.experiments.base import (
+    RunDirectory,
+    accuracy,
+    load_transformed,
+    say,
+    seeded,
+)
+from laplace_invariance.experiments.choices import VARIATIONAL_METHODS, VariationalMethod
+from laplace_invariance.experiments.options import VariationalConfig
+from laplace_invariance.tables import table
 from laplace_invariance.variational import ShallowNetwork, fit
 
-__all__ = ["METHODS", "TRANSFORMS", "Recovery", "RecoveryExperiment", "Run", "recover"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-METHODS = {
-    "learnt": "range learnt by the ELBO",
-    "fixed": "range fixed, all else learnt by the ELBO",
-    "point": "range learnt by the likelihood at a point estimate",
-}
-TRANSFORMS = ("fully_rotated", "partially_rotated", "original")
-EVALUATED_AT_ONCE, OUTPUTS_DRAWN = 100, 32
+__all__ = ["VariationalConfig", "VariationalResult", "VariationalRun", "variational"]
+
+EVALUATION_BATCH = 100  # images at a time when the network is evaluated
+N_OUTPUTS_DRAWN = 32  # draws of outputs in the expected log likelihood
 
 
 @dataclass(frozen=True)
-class RecoveryExperiment:
-    """What is learnt from what.
+class VariationalRun:
+    """One run, from one start.
 
     Attributes:
-        data: source of the images, as for ``datasets.load``.
-        transform: how they are turned, one of ``TRANSFORMS``.
-        learnt: starts of ranges of rotations, in degrees, each of a run in which the ELBO learns it.
-        fixed: ranges, each of a run in which it stays.
-        point: starts, each of a run with a point estimate.
-        activation, n_features, n_samples, length_scale, output_scale, blur: as for ``variational.ShallowNetwork``.
-        draws: of transformations, as for ``AffineImage``; "grid" is deterministic. The mean over independent ones is the noisier
-            the wider their range, so that no range is learnt that is wider than need be.
-        n_epochs, batch_size, lr, lr_mean, lr_hyper, n_epochs_burnin: as for ``variational.fit``.
-        n_train: training images; None is all.
-        n_test: test images; None is all.
-        seed: of subset, rotations, weights and draws.
-        root: directory of torchvision's data sets.
-        download: fetch them.
+        method: How the range was learnt.
+        start: Range at the start, in degrees.
+        range: Range at the end, in degrees.
+        elbo: Lower bound on the log evidence per training image; None for a point estimate.
+        log_likelihood: Log likelihood per training image, expected unless of a point estimate.
+        accuracy: Accuracy on the test images.
+        seconds: Duration of training.
+        ranges: Range at the start and after every epoch, in degrees.
     """
 
-    data: str = "digits"
-    transform: str = "fully_rotated"
-    learnt: tuple[float, ...] = (5.0,)
-    fixed: tuple[float, ...] = ()
-    point: tuple[float, ...] = ()
-    activation: str = "cosine"
-    n_features: int = 256
-    n_samples: int = 16
-    length_scale: float = 3.0
-    output_scale: float = 8.0
-    blur: float = 0.1
-    draws: str = "independent"
-    n_epochs: int = 15
-    batch_size: int = 128
-    lr: float = 0.02
-    lr_mean: float = 0.3
-    lr_hyper: float = 0.1
-    n_epochs_burnin: int = 1
-    n_train: int | None = None
-    n_test: int | None = None
-    seed: int = 0
-    root: str = "data"
-    download: bool = False
-
-    def __post_init__(self) -> None:
-        if self.transform not in TRANSFORMS:
-            raise ValueError(
-                f"unknown transform {self.transform!r}; choose from {', '.join(TRANSFORMS)}"
-            )
-        for method in METHODS:
-            starts = tuple(map(float, getattr(self, method)))  # lists, if read from JSON
-            object.__setattr__(self, method, starts)
-            if not all(0 <= start <= 180 for start in starts):
-                raise ValueError(
-                    f"ranges of {method} must be between 0 and 180 degrees, got {starts}"
-                )
-        if not self.plan:
-            raise ValueError(f"there is nothing to run; give at least one of {', '.join(METHODS)}")
-        for name in ("n_epochs", "batch_size", "lr", "lr_mean", "lr_hyper"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.n_epochs <= self.n_epochs_burnin:
-            raise ValueError(
-                f"n_epochs must be above the {self.n_epochs_burnin} of burn-in, in which ranges stay, got {self.n_epochs}"
-            )
-
-    @property
-    def plan(self) -> list[tuple[str, float]]:
-        """Method and start of every run."""
-        return [
-            (method, start) for method in METHODS for start in dict.fromkeys(getattr(self, method))
-        ]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one run found: ranges are in degrees, bound and log likelihood per training image; a point estimate has no bound."""
-
-    method: str
+    method: VariationalMethod
     start: float
     range: float
     elbo: float | None
@@ -123,189 +65,225 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Recovery:
-    """What all runs found."""
+class VariationalResult:
+    """All runs of an experiment; prints as a table.
 
-    experiment: RecoveryExperiment
-    runs: list[Run]
+    Attributes:
+        config: Configuration of the experiment.
+        runs: Runs in the order of ``config.plan``.
+    """
 
-    def best(self, method: str) -> Run | None:
-        """Return the run of a method with the highest bound, if there is one."""
-        found = [run for run in self.runs if run.method == method and run.elbo is not None]
-        return max(found, key=lambda run: run.elbo, default=None)
+    config: VariationalConfig
+    runs: list[VariationalRun]
+
+    def best(self, method: VariationalMethod) -> VariationalRun | None:
+        """Return the run with the highest bound; None if no run has one.
+
+        Args:
+            method: Method of the run.
+        """
+        bounds = {run.elbo: run for run in self.of(method) if run.elbo is not None}
+        if not bounds:
+            return None
+        return bounds[max(bounds)]
+
+    def of(self, method: VariationalMethod) -> list[VariationalRun]:
+        """Return the runs of a method.
+
+        Args:
+            method: Method of the runs.
+        """
+        return [run for run in self.runs if run.method == method]
+
+    def summary(self) -> dict[str, Any]:
+        """Return configuration and runs, for JSON."""
+        return {"experiment": asdict(self.config), "runs": [asdict(run) for run in self.runs]}
 
     def __str__(self) -> str:
-        e = self.experiment
-        truth = math.degrees(datasets.true_ranges(e.transform)["rotation"])
-        lines = [
-            f"{e.data}, {e.transform.replace('_', ' ')} (true range ±{truth:.0f} degrees), seed {e.seed}",
-            "",
-            "method   start   range   ELBO per image   log likelihood   test accuracy   time",
-        ]
-        for run in self.runs:
-            elbo = "-" if run.elbo is None else f"{run.elbo:.3f}"
-            lines.append(
-                f"{run.method:<8} {run.start:5.1f}   {run.range:5.1f} {elbo:>16} {run.log_likelihood:16.3f} "
-                f"{run.accuracy:15.1%} {run.seconds:4.0f} s"
-            )
+        config = self.config
+        words = config.transform.replace("_", " ")
+        truth = _true_degrees(config)
+        head = f"{config.data}, {words} (true range ±{truth:.0f} degrees), seed {config.seed}"
+        rows = [_row(run) for run in self.runs]
+        cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+        parts = [head, table(cells, right=range(1, 7), gap=3)]
         learnt, fixed = self.best("learnt"), self.best("fixed")
         if learnt is not None and fixed is not None:
-            lines += [
-                "",
-                f"best bound: {learnt.elbo:.3f} learnt, {fixed.elbo:.3f} fixed (at ±{fixed.range:.0f} degrees)",
-            ]
-        return "\n".join(lines)
+            parts.append(
+                f"best bound: {learnt.elbo:.3f} learnt, {fixed.elbo:.3f} fixed "
+                f"(at ±{fixed.range:.0f} degrees)"
+            )
+        return "\n\n".join(parts)
 
 
-def recover(
-    experiment: RecoveryExperiment,
+def _row(run: VariationalRun) -> dict[str, str]:
+    """Return the cells of a run, by the names of their columns."""
+    elbo = "-"
+    if run.elbo is not None:
+        elbo = f"{run.elbo:.3f}"
+    return {
+        "method": run.method,
+        "start": f"{run.start:.1f}",
+        "range": f"{run.range:.1f}",
+        "ELBO per image": elbo,
+        "log likelihood": f"{run.log_likelihood:.3f}",
+        "test accuracy": f"{run.accuracy:.1%}",
+        "time": f"{run.seconds:.0f} s",
+    }
+
+
+def variational(
+    config: VariationalConfig,
     out: str | Path | None = None,
+    *,
     resume: bool = False,
     progress_bar: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> Recovery:
-    """Run an experiment.
+) -> VariationalResult:
+    """Train a shallow network from several starts, and learn how far images were rotated.
 
     Args:
-        experiment: what to run.
-        out: directory for ``result.json``, written after every run, and figures, where matplotlib is installed: ``ranges.png``,
-            ranges over epochs and the bound over ranges, and ``filters.png``, rows of the first layer under the transformations
-            that were learnt last; None keeps nothing.
-        resume: go on with what is in ``out``, run by run.
-        progress_bar: show one for every run.
-        say: prints in words what is run.
+        config: Images, starts of the range, network and training.
+        out: Directory for ``summary.json``, written after every run, and figures: ``ranges.png``,
+            ranges over epochs and the bound over ranges, and ``filters.png``, rows of the first
+            layer under the rotations that were learnt last; None keeps nothing.
+        resume: Whether to continue in ``out``, run by run.
+        progress_bar: Whether to show progress.
+
+    Returns:
+        Range, bound and accuracy of every run.
     """
-    out = None if out is None else Path(out)
-    runs: list[Run] = []
-    if out is not None:
-        claim(out, experiment, resume)
-        if (out / "result.json").exists():
-            runs = [Run(**run) for run in read_json(out / "result.json")]
-    if len(runs) == len(experiment.plan):
-        return Recovery(experiment, runs)
-    data = _data(experiment)
-    with torch.random.fork_rng(devices=[]):
-        _model(
-            experiment, *experiment.plan[0], data
-        )  # refuses what cannot be, before anything is written
-    if out is not None:
-        write_json(out / "experiment.json", asdict(experiment))
-    for method, start in experiment.plan[len(runs) :]:
-        say(f"{METHODS[method]}, from ±{start:g} degrees")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(experiment.seed)
-            run, model = _run(experiment, method, start, data, progress_bar)
-        runs.append(run)
-        if out is not None:
-            write_json(out / "result.json", [asdict(run) for run in runs])
-            _draw(Recovery(experiment, runs), model, out)
-    return Recovery(experiment, runs)
+    with RunDirectory(out, config, resume) as directory:
+        runs = _read_runs(directory)
+        if len(runs) == len(config.plan):
+            return VariationalResult(config, runs)
+        split = load_transformed(config, config.transform, config.seed)
+        with seeded(config.seed):  # what cannot be built raises before anything is written
+            _model(config, *config.plan[0], split)
+        directory.begin()
+        result = VariationalResult(config, _read_runs(directory))
+        for method, start in config.plan[len(result.runs) :]:
+            say(f"{VARIATIONAL_METHODS[method]}, from ±{start:g} degrees", progress_bar)
+            with seeded(config.seed):
+                model = _model(config, method, start, split)
+                result.runs.append(_run(config, method, start, model, split, progress_bar))
+            directory.save("summary.json", result.summary())
+            _draw(directory, result, model)
+    return result
 
 
-def _data(experiment: RecoveryExperiment) -> datasets.Split:
-    split = datasets.load(
-        experiment.data,
-        root=experiment.root,
-        download=experiment.download,
-        n_train=experiment.n_train,
-        n_test=experiment.n_test,
-        seed=experiment.seed,
-    )
-    generator = torch.Generator().manual_seed(experiment.seed)
-    turned = {
-        name: datasets.transformed(getattr(split, name), experiment.transform, generator)
-        for name in ("x_train", "x_test")
-    }
-    return datasets.Split(**vars(split) | turned)
+def _read_runs(directory: RunDirectory) -> list[VariationalRun]:
+    summary = directory.finished() or {"runs": []}
+    return [VariationalRun(**run) for run in summary["runs"]]
+
+
+def _true_degrees(config: VariationalConfig) -> float:
+    return math.degrees(datasets.true_ranges(config.transform)["rotation"])
 
 
 def _model(
-    e: RecoveryExperiment, method: str, start: float, data: datasets.Split
+    config: VariationalConfig, method: VariationalMethod, start: float, split: datasets.Split
 ) -> ShallowNetwork:
     augmentation = AffineImage(
-        init={"rotation": math.radians(start)}, learn="rotation", draws=e.draws
+        init={"rotation": math.radians(start)}, learn="rotation", draws=config.draws
     )
+    if method == "fixed":
+        augmentation = augmentation.frozen()
     return ShallowNetwork(
-        augmentation.frozen() if method == "fixed" else augmentation,
-        data.in_shape,
-        data.n_classes,
-        e.n_features,
-        activation=e.activation,
-        n_samples=e.n_samples,
-        length_scale=e.length_scale,
-        output_scale=e.output_scale,
-        blur=e.blur,
+        augmentation,
+        split.in_shape,
+        split.n_classes,
+        config.n_features,
+        activation=config.activation,
+        n_samples=config.n_samples,
+        length_scale=config.length_scale,
+        output_scale=config.output_scale,
+        blur=config.blur,
     )
 
 
 def _run(
-    e: RecoveryExperiment, method: str, start: float, data: datasets.Split, progress_bar: bool
-) -> tuple[Run, ShallowNetwork]:
-    model = _model(e, method, start, data)
+    config: VariationalConfig,
+    method: VariationalMethod,
+    start: float,
+    model: ShallowNetwork,
+    split: datasets.Split,
+    progress_bar: bool,
+) -> VariationalRun:
     began = time.perf_counter()
     history = fit(
         model,
-        data.x_train,
-        data.y_train,
+        split.x_train,
+        split.y_train,
         objective="point" if method == "point" else "elbo",
-        n_epochs=e.n_epochs,
-        batch_size=e.batch_size,
-        lr=e.lr,
-        lr_mean=e.lr_mean,
-        lr_hyper=e.lr_hyper,
-        n_epochs_burnin=e.n_epochs_burnin,
+        n_epochs=config.n_epochs,
+        batch_size=config.batch_size,
+        lr=config.lr,
+        lr_mean=config.lr_mean,
+        lr_hyper=config.lr_hyper,
+        n_epochs_burnin=config.n_epochs_burnin,
         progress_bar=progress_bar,
     )
     seconds = time.perf_counter() - began
     ranges = [start, *(math.degrees(record["ranges"]["rotation"]) for record in history)]
-    expected, accuracy = _evaluated(model, data, method)
-    elbo = None if method == "point" else expected - model.kl().item() / len(data.y_train)
-    return Run(method, start, ranges[-1], elbo, expected, accuracy, seconds, ranges), model
+    log_likelihood = _log_likelihood(model, split, method)
+    elbo = None
+    if method != "point":
+        elbo = log_likelihood - model.kl().item() / len(split.y_train)
+    test = TensorDataset(split.x_test, split.y_test)
+    return VariationalRun(
+        method=method,
+        start=start,
+        range=ranges[-1],
+        elbo=elbo,
+        log_likelihood=log_likelihood,
+        accuracy=accuracy(model, test, EVALUATION_BATCH),
+        seconds=seconds,
+        ranges=ranges,
+    )
 
 
-def _evaluated(model: ShallowNetwork, data: datasets.Split, method: str) -> tuple[float, float]:
-    """Return the (expected) log likelihood per training image and the test accuracy.
+def _log_likelihood(
+    model: ShallowNetwork, split: datasets.Split, method: VariationalMethod
+) -> float:
+    """Return the log likelihood per training image as in training, with draws for every batch."""
 
-    The former is that of training, with draws for every part of the images; predictions have their fixed draws.
-    """
-
-    def log_likelihood(x: Tensor, y: Tensor) -> Tensor:
+    def of_batch(x: Tensor, y: Tensor) -> Tensor:
         if method == "point":
             return model.log_likelihood(model(x), y)
-        return model.expected_log_likelihood(x, y, OUTPUTS_DRAWN)
+        return model.expected_log_likelihood(x, y, N_OUTPUTS_DRAWN)
 
-    parts = zip(
-        data.x_train.split(EVALUATED_AT_ONCE), data.y_train.split(EVALUATED_AT_ONCE), strict=True
-    )
-    expected = sum(log_likelihood(x, y).sum().item() for x, y in parts) / len(data.y_train)
-    with torch.no_grad():
-        predicted = torch.cat([model(x).argmax(-1) for x in data.x_test.split(EVALUATED_AT_ONCE)])
-    return expected, (predicted == data.y_test).double().mean().item()
+    total = 0.0
+    inputs = split.x_train.split(EVALUATION_BATCH)
+    labels = split.y_train.split(EVALUATION_BATCH)
+    for x, y in zip(inputs, labels, strict=True):
+        total += of_batch(x, y).sum().item()
+    return total / len(split.y_train)
 
 
-def _draw(found: Recovery, model: ShallowNetwork, out: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        return
-    e, last = found.experiment, found.runs[-1]
-    title = f"{Path(e.data).stem}, {e.transform.replace('_', ' ')}"
-    truth = math.degrees(datasets.true_ranges(e.transform)["rotation"])
-    curves = {
-        method: [run.ranges for run in found.runs if run.method == method]
-        for method in ("learnt", "point")
-    }
-    figure = plots.figure((10, 4.5))
-    left, right = figure.subplots(1, 2)
-    plots.ranges_from_starts(curves, truth, left)
-    bounds = {
-        m: [(run.range, run.elbo) for run in found.runs if run.method == m]
-        for m in ("fixed", "learnt")
-    }
-    plots.bound_by_range(bounds, truth, right)
-    figure.suptitle(title)
-    figure.savefig(out / "ranges.png", dpi=120)
+def _bounds(runs: list[VariationalRun]) -> list[tuple[float, float]]:
+    return [(run.range, run.elbo) for run in runs if run.elbo is not None]
+
+
+def _draw(directory: RunDirectory, result: VariationalResult, model: ShallowNetwork) -> None:
+    config, last = result.config, result.runs[-1]
+    title = f"{Path(config.data).stem}, {config.transform.replace('_', ' ')}"
+    truth = _true_degrees(config)
+
+    def ranges(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        curves = {
+            "learnt": [run.ranges for run in result.of("learnt")],
+            "point": [run.ranges for run in result.of("point")],
+        }
+        bounds = {"fixed": _bounds(result.of("fixed")), "learnt": _bounds(result.of("learnt"))}
+        plots.ranges_from_starts(curves, truth, left)
+        plots.bound_by_range(bounds, truth, right)
+        figure.suptitle(title)
+
+    def filters(figure: Figure) -> None:
+        ax = plots.filter_bank(model.filter_bank(4), figure.subplots())
+        ax.set_title(f"{title}: ±{last.range:.0f} degrees")
+
+    directory.figure("ranges.png", (10, 4.5), ranges)
     if last.method == "learnt":
-        figure = plots.figure((8, 4.5))
-        plots.filter_bank(model.filter_bank(4), figure.subplots()).set_title(
-            f"{title}: ±{last.range:.0f} degrees"
-        )
-        figure.savefig(out / "filters.png", dpi=120)
+        directory.figure("filters.png", (8, 4.5), filters)

@@ -1,17 +1,19 @@
-"""Layers and networks, with what curvature must know of them."""
+"""Layers and networks, with the curvature rules of their parameters."""
 
 from laplace_invariance.layers.basis import Basis
 from laplace_invariance.layers.convert import convert
 from laplace_invariance.layers.factored import FactoredLinear2d, Linear2d, SlotLinear
 from laplace_invariance.layers.fixup import FixupResNet, ScalarBias, ScalarScale
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
-from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp, pathway
+from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp
+from laplace_invariance.layers.paths import PATHS, PathKind, PathSpec, pathway
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
 from laplace_invariance.layers.residual import OnGroup, ResidualPathway, closed_paths
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
 from laplace_invariance.layers.symmetry import Group
 
 __all__ = [
+    "PATHS",
     "Basis",
     "FactoredLinear2d",
     "FixupResNet",
@@ -21,6 +23,8 @@ __all__ = [
     "LiftingConv2d",
     "Linear2d",
     "OnGroup",
+    "PathKind",
+    "PathSpec",
     "PolyphasePool2d",
     "ResidualPathway",
     "ScalarBias",

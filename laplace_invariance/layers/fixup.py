@@ -1,24 +1,27 @@
 """Residual networks without normalisation: Fixup initialisation, and the scalars that it needs.
 
-Batch statistics tie the inputs of a batch together, so that their curvature is not a sum over inputs. A residual network
-trains without them if every block starts as the identity: the last convolution of a block and the classifier are zero, the
-other convolutions of a block are scaled by ``L^(-1 / (2 m - 2))`` for ``L`` blocks of ``m`` convolutions, and scalars take the
-place of the normalisation's shift and scale: a bias before each convolution, activation and linear layer, one multiplier per
-block (Zhang, Dauphin and Ma, 2019).
+Batch statistics tie the inputs of a batch together, so that their curvature is not a sum over
+inputs. A residual network trains without them if every block starts as the identity: the last
+convolution of a block and the classifier are zero, the other convolutions of a block are scaled
+by ``L^(-1 / (2 m - 2))`` for ``L`` blocks of ``m`` convolutions, and scalars take the place of
+the normalisation's shift and scale: a bias before each convolution, activation and linear
+layer, one multiplier per block (Zhang, Dauphin and Ma, 2019).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from laplace_invariance.curvature.rules import Block, register_rule
+from laplace_invariance.curvature.rules import AnyBlock, ElementwiseBlock, register_rule
+from laplace_invariance.layers.shapes import every_entry
 
 __all__ = ["FixupBlock", "FixupResNet", "ScalarBias", "ScalarScale"]
 
-CONVOLUTIONS = 2  # per block
+BLOCK_DEPTH = 2  # convolutions per block
+N_STAGES = 3
 
 
 class ScalarBias(nn.Module):
@@ -33,7 +36,7 @@ class ScalarBias(nn.Module):
 
 
 class ScalarScale(nn.Module):
-    """Multiply everything with one number, one at first: ``scale * x``."""
+    """Multiply everything by one number, one at first: ``scale * x``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,32 +46,28 @@ class ScalarScale(nn.Module):
         return self.scale * x
 
 
-def _every_entry(x: Tensor) -> Tensor:
-    """Bring ``[rows, ...]`` to ``[rows, shared, 1]``: all entries share the number."""
-    return x.reshape(len(x), -1, 1)
-
-
 @register_rule(ScalarBias)
-def scalar_bias(module: ScalarBias) -> Iterable[Block]:
+def scalar_bias(module: ScalarBias) -> Iterator[AnyBlock]:
     """Exact: one number."""
-    yield Block("bias", None, _every_entry, elementwise=True)
+    yield ElementwiseBlock("bias", None, every_entry)
 
 
 @register_rule(ScalarScale)
-def scalar_scale(module: ScalarScale) -> Iterable[Block]:
+def scalar_scale(module: ScalarScale) -> Iterator[AnyBlock]:
     """Exact: one number."""
-    yield Block("scale", _every_entry, _every_entry, elementwise=True)
+    yield ElementwiseBlock("scale", every_entry, every_entry)
 
 
 class FixupBlock(nn.Module):
-    """Two 3 x 3 convolutions, with scalars between them, beside a shortcut, and a ReLU on their sum.
+    """Two 3 x 3 convolutions with scalars, beside a shortcut, and a ReLU on their sum.
 
-    The shortcut is the identity, or where the shape changes an average pooling and a 1 x 1 convolution.
+    The shortcut is the identity, or where the shape changes an average pooling and a 1 x 1
+    convolution.
 
     Args:
-        n_in: channels of the input.
-        n_out: channels of the output.
-        stride: of the first convolution; 2 halves the size, rounded up.
+        n_in: Channels of the input.
+        n_out: Channels of the output.
+        stride: Stride of the first convolution; 2 halves the size, rounded up.
     """
 
     def __init__(self, n_in: int, n_out: int, stride: int = 1) -> None:
@@ -90,26 +89,37 @@ class FixupBlock(nn.Module):
             self.shortcut.append(nn.Conv2d(n_in, n_out, 1, bias=False))
         self.relu = nn.ReLU()
 
+    @torch.no_grad()
+    def scale_(self, factor: float) -> None:
+        """Scale the convolutions of the branch by ``factor``, and set the last of them to zero."""
+        *inner, last = (module for module in self.branch if isinstance(module, nn.Conv2d))
+        for convolution in inner:
+            convolution.weight.mul_(factor)
+        last.weight.zero_()
+
     def forward(self, x: Tensor) -> Tensor:
         biased = self.bias(x)
-        return self.relu((self.shortcut(biased) if len(self.shortcut) else x) + self.branch(biased))
+        # The identity keeps the input as it was, without the bias.
+        shortcut = self.shortcut(biased) if len(self.shortcut) else x
+        return self.relu(shortcut + self.branch(biased))
 
 
 class FixupResNet(nn.Module):
-    """Residual network for small images without batch norm, in three stages, the later two at half the size each.
+    """Residual network for small images without batch norm, in three stages.
 
-    At first its outputs are zero, whatever the input. All parameters have a curvature rule.
+    Each later stage has half the size of the one before. At first the outputs are zero,
+    whatever the input. All parameters have a curvature rule.
 
     Args:
-        in_channels: channels of the images.
-        n_classes: number of outputs.
-        depth: layers, ``6 n + 2`` for ``n`` blocks per stage: 8, 14, 20, ...
-        width: channels of the first stage; the others have twice and four times as many.
+        in_channels: Channels of the images.
+        n_classes: Number of outputs.
+        depth: Number of layers, ``6 n + 2`` for ``n`` blocks per stage: 8, 14, 20, ...
+        width: Channels of the first stage; the others have twice and four times as many.
     """
 
     def __init__(self, in_channels: int, n_classes: int, depth: int = 14, width: int = 16) -> None:
         super().__init__()
-        n_blocks, rest = divmod(depth - 2, 3 * CONVOLUTIONS)
+        n_blocks, rest = divmod(depth - 2, N_STAGES * BLOCK_DEPTH)
         if rest or n_blocks < 1:
             raise ValueError(
                 f"depth must be 6 n + 2 for n blocks per stage (8, 14, 20, ...), got {depth}"
@@ -117,20 +127,19 @@ class FixupResNet(nn.Module):
         self.start = nn.Sequential(
             nn.Conv2d(in_channels, width, 3, padding=1, bias=False), ScalarBias(), nn.ReLU()
         )
-        blocks, n_in = [], width
-        for stage in range(3):
+        blocks = [FixupBlock(width, width) for _ in range(n_blocks)]
+        for stage in range(1, N_STAGES):
             n_out = width * 2**stage
-            for i in range(n_blocks):
-                blocks.append(FixupBlock(n_in, n_out, stride=2 if stage and i == 0 else 1))
-                n_in = n_out
+            blocks.append(FixupBlock(n_out // 2, n_out, stride=2))
+            blocks += [FixupBlock(n_out, n_out) for _ in range(n_blocks - 1)]
         self.blocks = nn.Sequential(*blocks)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), ScalarBias())
-        self.classifier = nn.Linear(n_in, n_classes)
+        self.classifier = nn.Linear(n_out, n_classes)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise anew: scalars at 0 and 1, He's normal weights, scaled or zero where Fixup says so."""
+        """Draw He's normal weights, scaled or zero where Fixup says so, and scalars at 0 and 1."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -138,13 +147,11 @@ class FixupResNet(nn.Module):
                 module.bias.zero_()
             elif isinstance(module, ScalarScale):
                 module.scale.fill_(1.0)
-        for block in self.blocks:
-            *inner, last = (module for module in block.branch if isinstance(module, nn.Conv2d))
-            for convolution in inner:
-                convolution.weight.mul_(len(self.blocks) ** (-1 / (2 * CONVOLUTIONS - 2)))
-            last.weight.zero_()
-        self.classifier.weight.zero_()
-        self.classifier.bias.zero_()
+        blocks = [block for block in self.blocks if isinstance(block, FixupBlock)]
+        for block in blocks:
+            block.scale_(len(blocks) ** (-1 / (2 * BLOCK_DEPTH - 2)))
+        nn.init.zeros_(self.classifier.weight)
+        nn.init.zeros_(self.classifier.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.pool(self.blocks(self.start(x))))

@@ -1,216 +1,71 @@
-"""Convolutions that know more symmetries than shifts: from images to features on a finite group (lifting), and on it (GCONV).
+"""Convolutions with more symmetries than shifts: onto a finite group (lifting), and on it (GCONV).
 
-A group element ``r`` moves positions, and so acts on images by ``(r X)(x) = X(r^-1 x)`` and on features, which have a further
-axis for the group, by ``(r X)(s, x) = X(r^-1 s, r^-1 x)``. With positions and taps ``u`` of a kernel counted from the centre,
+A group element ``r`` permutes positions, and so acts on images by ``(r X)(x) = X(r^-1 x)`` and
+on features, which have a further axis for the group, by ``(r X)(s, x) = X(r^-1 s, r^-1 x)``.
+With positions and taps ``u`` of a kernel counted from the centre,
 
     lifting:  y(d, r, x) = sum_{c, u} W(d, c, r^-1 u) X(c, x + u)
     full:     y(d, r, x) = sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x + u)
 
-commute with that action. One filter is thus used at all positions in all orientations, and curvature sees one matrix, shared
-over group elements and positions: element ``r`` meets the patches ``a_r(c, q, v) = X(c, r q, x + r v)``.
+commute with that action. One filter is thus used at all positions in all orientations, and
+curvature sees one matrix, shared over group elements and positions: element ``r`` meets the
+patches ``a_r(c, q, v) = X(c, r q, x + r v)``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
-from laplace_invariance.curvature.rules import Block, extract_patches, register_rule
-from laplace_invariance.layers.symmetry import Group, check_features
+from laplace_invariance.curvature.rules import (
+    AnyBlock,
+    ElementwiseBlock,
+    MatrixBlock,
+    extract_patches,
+    pad,
+    padding_sides,
+    register_rule,
+)
+from laplace_invariance.layers.shapes import check_features, pair
+from laplace_invariance.layers.symmetry import Group
 
-__all__ = ["GroupConv2d", "LiftingConv2d"]
+__all__ = ["GroupConv2d", "GroupConvolution", "LiftingConv2d"]
 
 KERNELS = ("full", "pointwise", "separable")
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
-def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or not all(isinstance(i, int) and i >= least for i in pair):
-        raise ValueError(f"{name} must be one or two integers of at least {least}, got {value!r}")
-    return pair
+class GroupConvolution(nn.Module):
+    """Base class of convolutions with one filter per group element.
 
+    ``columns`` ``[order, taps]`` holds, for one channel, the column of the weight that is at
+    each tap of the filter of an element.
 
-class _GroupConvolution(nn.Module):
-    """What convolutions with one filter per group element have in common.
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Height and width; one number stands for both. Square where the group has
+            quarter turns.
+        padding: As of ``nn.Conv2d``, the same on both sides.
+        padding_mode: As of ``nn.Conv2d``. Shifts need ``"circular"`` padding to be exact.
+        dilation: As of ``nn.Conv2d``.
+        groups: Groups of channels, as of ``nn.Conv2d``.
+        bias: Whether there is a bias, one number per output channel, shared over the group.
+        group: ``"p1"``, ``"p2"``, ``"p4"``, ``"pm"``, ``"p4m"`` or a :class:`Group`.
+        stride: Only 1; subsample by :class:`PolyphasePool2d`.
+        **options: Further options of a subclass.
 
-    ``columns`` ``[order, taps]`` says which column of the weight, for one channel, is where in the filter of an element.
+    Raises:
+        ValueError: If a setting is unknown, or would break equivariance.
     """
 
     columns: Tensor
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | Sequence[int],
-        padding: int | Sequence[int] | str,
-        padding_mode: str,
-        dilation: int | Sequence[int],
-        groups: int,
-        stride: int | Sequence[int],
-        group: str | Group,
-    ) -> None:
-        super().__init__()
-        who = type(self).__name__
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        if (
-            min(in_channels, out_channels, groups) < 1
-            or in_channels % groups
-            or out_channels % groups
-        ):
-            raise ValueError(
-                f"{who} needs channels that groups divide, got {in_channels} and {out_channels} with groups={groups}"
-            )
-        if padding_mode not in PADDING_MODES:
-            raise ValueError(
-                f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {padding_mode!r}"
-            )
-        self.stride = _pair("stride", stride, 1)
-        if self.stride != (1, 1):
-            raise ValueError(
-                f"{who} has no stride, which breaks equivariance, got {stride}; subsample by PolyphasePool2d"
-            )
-        self.group, self.padding_mode = Group.of(group), padding_mode
-        self.kernel_size, self.dilation = (
-            _pair("kernel_size", kernel_size, 1),
-            _pair("dilation", dilation, 1),
-        )
-        if padding == "same":
-            totals = [d * (k - 1) for k, d in zip(self.kernel_size, self.dilation, strict=True)]
-            if any(total % 2 for total in totals):
-                raise ValueError(
-                    f"padding='same' would pad one side more for kernel_size {self.kernel_size}; give a number"
-                )
-            padding = [total // 2 for total in totals]
-        elif padding == "valid":
-            padding = 0
-        self.padding = _pair("padding", padding, 0)
-        for name in ("kernel_size", "padding", "dilation"):
-            height, width = getattr(self, name)
-            if self.group.turns and height != width:
-                raise ValueError(
-                    f"group {self.group.name!r} has quarter turns, so {name} must be the same in both directions, got "
-                    f"{(height, width)}"
-                )
-
-    def _add_parameters(self, n_columns: int, columns: Tensor, bias: bool) -> None:
-        self.weight = nn.Parameter(torch.empty(self.out_channels, n_columns, *self.kernel_size))
-        self.bias = nn.Parameter(torch.empty(self.out_channels)) if bias else None
-        self.register_buffer("columns", columns, persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self, gain: float = 1.0) -> None:
-        """Draw weights and bias uniformly from ``+-gain / sqrt(fan_in)``, for ``gain`` 1 as torch's convolutions do."""
-        bound = gain / math.sqrt(self.weight[0].numel())
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                nn.init.uniform_(parameter, -bound, bound)
-
-    def _filters(self) -> Tensor:
-        """Return the filter of each element, ``[out_channels, order, channels, taps]``."""
-        order, n_taps = self.columns.shape
-        weight = self.weight.reshape(self.out_channels, -1, n_taps)
-        return (
-            weight.index_select(-1, self.columns.flatten())
-            .unflatten(-1, (order, n_taps))
-            .transpose(1, 2)
-        )
-
-    def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        """Apply all filters ``[outputs, inputs / groups, ...]`` to ``x`` ``[n, inputs, height, width]`` at once."""
-        filters = filters.reshape(filters.shape[:2].numel(), -1, *self.kernel_size)
-        padding: Sequence[int] = self.padding
-        if self.padding_mode != "zeros" and any(padding):
-            x = F.pad(x, [padding[1], padding[1], padding[0], padding[0]], mode=self.padding_mode)
-            padding = (0, 0)
-        return F.conv2d(x, filters, bias, padding=padding, dilation=self.dilation, groups=groups)
-
-    def extra_repr(self) -> str:
-        sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, padding={self.padding}"
-        return f"{sizes}, padding_mode={self.padding_mode!r}, groups={self.groups}, group={self.group.name!r}"
-
-
-class LiftingConv2d(_GroupConvolution):
-    """Convolution from images to features on a group, ``[n, C, H, W]`` to ``[n, D, order, H', W']``.
-
-    ``y(d, r, x) = bias(d) + sum_{c, u} W(d, c, r^-1 u) X(c, x + u)``: each filter in every orientation.
-
-    Args:
-        in_channels, out_channels: channels of input and output.
-        kernel_size: height and width; a number stands for both. Square where the group has quarter turns.
-        padding, padding_mode, dilation: as of ``nn.Conv2d``. Shifts need ``"circular"`` padding to be exact.
-        bias: one per output channel, shared over the group.
-        group: ``"p1"``, ``"p2"``, ``"p4"``, ``"pm"``, ``"p4m"`` or a :class:`Group`.
-        stride: only 1; subsample by :class:`PolyphasePool2d`.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | Sequence[int],
-        *,
-        padding: int | Sequence[int] | str = 0,
-        padding_mode: str = "zeros",
-        dilation: int | Sequence[int] = 1,
-        bias: bool = True,
-        group: str | Group = "p4",
-        stride: int | Sequence[int] = 1,
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            padding,
-            padding_mode,
-            dilation,
-            1,
-            stride,
-            group,
-        )
-        moved = self.group.taps(*self.kernel_size)[self.group.inverse]
-        self._add_parameters(in_channels, moved, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"LiftingConv2d needs [n, {self.in_channels}, height, width], got shape {list(x.shape)}"
-            )
-        order = self.group.order
-        bias = None if self.bias is None else self.bias.repeat_interleave(order)
-        return self._convolve(x, self._filters(), bias, 1).unflatten(1, (self.out_channels, order))
-
-    def _patches(self, x: Tensor) -> Tensor:
-        return extract_patches(x, self).unsqueeze(1)
-
-
-class GroupConv2d(_GroupConvolution):
-    """Convolution of features on a group (GCONV), ``[n, C, order, H, W]`` to ``[n, D, order, H', W']``.
-
-    Three kinds of kernel:
-
-    - ``"full"``: ``y(d, r, x) = bias(d) + sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x + u)``; the weight is stored with
-      channels and elements in one axis, ``[D, C / groups * order, height, width]``.
-    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``, with weight ``[D, C / groups, height, width]``: each
-      element is convolved on its own, with its own orientation of the filter.
-    - ``"separable"``: the filter ``theta_1(d, u) theta_2(d, c, s)``, which is two convolutions after another: ``mixing``, full,
-      with a 1 x 1 kernel and no bias, has ``theta_2``; ``spatial``, pointwise and one channel at a time, has ``theta_1`` and
-      the bias. The layer itself then has no parameters.
-
-    Args:
-        in_channels, out_channels: channels of input and output.
-        kernel_size: height and width; a number stands for both. Square where the group has quarter turns.
-        padding, padding_mode, dilation, groups: as of ``nn.Conv2d``. Shifts need ``"circular"`` padding to be exact.
-        bias: one per output channel, shared over the group.
-        group: ``"p1"``, ``"p2"``, ``"p4"``, ``"pm"``, ``"p4m"`` or a :class:`Group`.
-        kernel: ``"full"``, ``"pointwise"`` or ``"separable"``.
-        stride: only 1; subsample by :class:`PolyphasePool2d`.
-    """
 
     def __init__(
         self,
@@ -224,47 +79,225 @@ class GroupConv2d(_GroupConvolution):
         groups: int = 1,
         bias: bool = True,
         group: str | Group = "p4",
-        kernel: str = "full",
         stride: int | Sequence[int] = 1,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            padding,
-            padding_mode,
-            dilation,
-            groups,
-            stride,
-            group,
-        )
-        if kernel not in KERNELS:
-            raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-        self.kernel, group = kernel, self.group
-        if kernel == "separable":
-            self.register_parameter("weight", None)
-            self.register_parameter("bias", None)
-            self.mixing = GroupConv2d(
-                in_channels, out_channels, 1, groups=groups, bias=False, group=group
+        super().__init__()
+        who = type(self).__name__
+        if groups < 1 or any(n < 1 or n % groups for n in (in_channels, out_channels)):
+            raise ValueError(
+                f"{who} needs channels that groups divide, "
+                f"got {in_channels} and {out_channels} with groups={groups}"
             )
-            self.spatial = GroupConv2d(
-                out_channels, out_channels, self.kernel_size, padding=self.padding, padding_mode=padding_mode,
-                dilation=self.dilation, groups=out_channels, bias=bias, group=group, kernel="pointwise",
-            )  # fmt: skip
-            return
-        moved, n_columns = group.taps(*self.kernel_size)[group.inverse], in_channels // groups
-        if kernel == "full":  # the element s of the input is at r^-1 s, its taps likewise
-            n_columns, n_taps = n_columns * group.order, moved.shape[1]
-            moved = (
-                group.table[group.inverse].unsqueeze(-1) * n_taps + moved.unsqueeze(1)
-            ).flatten(1)
-        self._add_parameters(n_columns, moved, bias)
+        if padding_mode not in PADDING_MODES:
+            raise ValueError(
+                f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {padding_mode!r}"
+            )
+        self.stride = pair("stride", stride)
+        if self.stride != (1, 1):
+            raise ValueError(
+                f"{who} has no stride, which breaks equivariance, got {stride}; "
+                "subsample by PolyphasePool2d"
+            )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.groups = groups
+        self.group = Group.of(group)
+        self.kernel_size = pair("kernel_size", kernel_size)
+        self.dilation = pair("dilation", dilation)
+        self.padding = self._even_padding(padding)
+        self.padding_mode = padding_mode
+        for name in ("kernel_size", "padding", "dilation"):
+            height, width = getattr(self, name)
+            if self.group.swaps_axes and height != width:
+                raise ValueError(
+                    f"group {self.group.name!r} has quarter turns, so {name} must be the same in "
+                    f"both directions, got {(height, width)}"
+                )
+        self._patch_indices: dict[tuple[torch.Size, torch.device], Tensor] = {}
+        self._add_layers(bias, **options)
+
+    def _even_padding(self, padding: int | Sequence[int] | str) -> tuple[int, int]:
+        """Return the padding of height and width, the same on both sides."""
+        if not isinstance(padding, str) or padding not in ("same", "valid"):
+            return pair("padding", padding, least=0)
+        rows, columns = padding_sides(padding, self.kernel_size, self.dilation)
+        if rows[0] != rows[1] or columns[0] != columns[1]:
+            raise ValueError(
+                f"padding='same' would pad one side more for kernel_size {self.kernel_size}; "
+                "give a number"
+            )
+        return rows[0], columns[0]
+
+    def _add_layers(self, bias: bool, *args: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+    def _add_parameters(self, n_columns: int, columns: Tensor, bias: bool) -> None:
+        self.weight = nn.Parameter(torch.empty(self.out_channels, n_columns, *self.kernel_size))
+        self.bias = nn.Parameter(torch.empty(self.out_channels)) if bias else None
+        self.register_buffer("columns", columns, persistent=False)
+        self.reset_parameters()
 
     def reset_parameters(self, gain: float = 1.0) -> None:
-        """Draw weights and bias uniformly from ``+-gain / sqrt(fan_in)``, for ``gain`` 1 as torch's convolutions do.
+        """Draw weights and bias uniformly from ``+-gain / sqrt(fan_in)``, as torch with gain 1."""
+        bound = gain / math.sqrt(self.weight[0].numel())
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
-        In a separable layer, ``gain`` is that of ``spatial``.
+    def _filters(self) -> Tensor:
+        """Return the filter of each element, ``[out_channels, order, channels, taps]``."""
+        order, n_taps = self.columns.shape
+        weight = self.weight.reshape(self.out_channels, -1, n_taps)
+        filters = weight.index_select(-1, self.columns.flatten())
+        return rearrange(filters, "d c (r t) -> d r c t", r=order)
+
+    def _convolve(self, x: Tensor, filters: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        """Apply all filters ``[a, b, ...]`` of ``a * b`` outputs to ``x`` at once."""
+        filters = filters.reshape(filters.shape[:2].numel(), -1, *self.kernel_size)
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x = pad(x, self)
+            padding = (0, 0)
+        return F.conv2d(x, filters, bias, padding=padding, dilation=self.dilation, groups=groups)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return outputs ``[n, out_channels, order, ...]`` that each see all inputs of ``x``."""
+        order = self.group.order
+        bias = None if self.bias is None else self.bias.repeat_interleave(order)
+        y = self._convolve(x, self._filters(), bias, self.groups)
+        return y.unflatten(1, (self.out_channels, order))
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """Return what filters see, ``[rows, order or 1, positions, groups, channels * taps]``."""
+        raise NotImplementedError
+
+    def patch_index(self, x: Tensor) -> Tensor:
+        """Return which entries of a row of ``x``, numbered from 1, the weight meets; 0 is padding.
+
+        Entries of patches are entries of the input, or zeros of the padding, in the same order
+        for all rows. That order is found once for each shape of the input, by putting the
+        numbers 1, 2, ... in the place of ``x``. Looking entries up is several times faster than
+        to permute the patches of every row. For a lifting convolution with a 2 x 2 kernel,
+        quarter turns and an image of 2 x 2 pixels, there is one position, at which the elements
+        read ::
+
+            1 2      r = 0: 1 2 3 4      r = 1: 3 1 4 2
+            3 4      r = 2: 4 3 2 1      r = 3: 2 4 1 3
+
+        Returns:
+            Numbers ``[order * positions, groups, channels * taps]``.
         """
+        key = x.shape[1:], x.device
+        if key not in self._patch_indices:
+            # Not an inference tensor: later passes that are differentiated use it, too.
+            with torch.inference_mode(False), torch.no_grad():
+                self._patch_indices[key] = self._find_patches(x.shape[1:]).to(x.device)
+        return self._patch_indices[key]
+
+    def _find_patches(self, shape: torch.Size) -> Tensor:
+        numbers = torch.arange(1, shape.numel() + 1, dtype=torch.double, device="cpu")
+        patches = self._patches(numbers.view(1, *shape)).squeeze(0)
+        # The inverse of what takes the weight to the filters takes patches to the weight.
+        back = self.columns[self.group.inverse].cpu()
+        order, n_taps = back.shape
+        patches = patches.unflatten(-1, (-1, n_taps))
+        met = patches.take_along_dim(back.view(order, 1, 1, 1, n_taps), -1)
+        return rearrange(met, "r p g c t -> (r p) g (c t)").long()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_patch_indices": {}}
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"padding={self.padding}, padding_mode={self.padding_mode!r}, groups={self.groups}, "
+            f"group={self.group.name!r}"
+        )
+
+
+class LiftingConv2d(GroupConvolution):
+    """Convolution from images to features on a group: each filter in every orientation.
+
+    ``y(d, r, x) = bias(d) + sum_{c, u} W(d, c, r^-1 u) X(c, x + u)`` maps ``[n, C, H, W]`` to
+    ``[n, D, order, H', W']``. Arguments are those of :class:`GroupConvolution`.
+    """
+
+    def _add_layers(self, bias: bool) -> None:
+        columns = self.group.taps(*self.kernel_size)[self.group.inverse]
+        self._add_parameters(self.in_channels // self.groups, columns, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"LiftingConv2d needs [n, {self.in_channels}, height, width], "
+                f"got shape {list(x.shape)}"
+            )
+        return self._mixed(x)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        return extract_patches(x, self).unsqueeze(1)
+
+
+class GroupConv2d(GroupConvolution):
+    """Convolution of features on a group (GCONV), with one of three kinds of kernel.
+
+    Maps ``[n, C, order, H, W]`` to ``[n, D, order, H', W']``.
+
+    - ``"full"``: ``y(d, r, x) = bias(d) + sum_{c, s, u} W(d, c, r^-1 s, r^-1 u) X(c, s, x + u)``;
+      the weight ``[D, C / groups * order, height, width]`` has channels and elements in one axis.
+    - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``; each element is convolved
+      on its own, with its own orientation of the filter; the weight is ``[D, C / groups, height,
+      width]``.
+    - ``"separable"``: the filter ``theta_1(d, u) theta_2(d, c, s)``, which is two convolutions
+      after another: ``mixing``, full, with a 1 x 1 kernel and no bias, has ``theta_2``;
+      ``spatial``, pointwise and one channel at a time, has ``theta_1`` and the bias. The layer
+      itself then has no parameters.
+
+    Args:
+        kernel: ``"full"`` (the default), ``"pointwise"`` or ``"separable"``. All other arguments
+            are those of :class:`GroupConvolution`.
+    """
+
+    def _add_layers(self, bias: bool, kernel: str = "full") -> None:
+        if kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+        self.kernel = kernel
+        if kernel == "separable":
+            self._add_factors(bias)
+            return
+        group = self.group
+        n_columns = self.in_channels // self.groups
+        columns = group.taps(*self.kernel_size)[group.inverse]  # [order, taps]
+        if kernel == "full":  # element s of the input is at r^-1 s, and so are its taps
+            n_columns *= group.order
+            elements = group.table[group.inverse].unsqueeze(-1)
+            columns = (elements * columns.shape[1] + columns.unsqueeze(1)).flatten(1)
+        self._add_parameters(n_columns, columns, bias)
+
+    def _add_factors(self, bias: bool) -> None:
+        """Add the two convolutions of a separable one, which has no parameters itself."""
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        n_out = self.out_channels
+        self.mixing = GroupConv2d(
+            self.in_channels, n_out, 1, groups=self.groups, bias=False, group=self.group
+        )
+        self.spatial = GroupConv2d(
+            n_out,
+            n_out,
+            self.kernel_size,
+            padding=self.padding,
+            padding_mode=self.padding_mode,
+            dilation=self.dilation,
+            groups=n_out,
+            bias=bias,
+            group=self.group,
+            kernel="pointwise",
+        )
+
+    def reset_parameters(self, gain: float = 1.0) -> None:
+        """Draw weights and bias as the base class does; ``gain`` is that of the spatial factor."""
         if self.kernel == "separable":
             self.mixing.reset_parameters()
             self.spatial.reset_parameters(gain)
@@ -272,27 +305,25 @@ class GroupConv2d(_GroupConvolution):
             super().reset_parameters(gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        order = self.group.order
-        check_features("GroupConv2d", x, order, self.in_channels)
+        check_features("GroupConv2d", x, self.group.order, self.in_channels)
         if self.kernel == "separable":
             return self.spatial(self.mixing(x))
-        filters, bias = self._filters(), self.bias
-        if self.kernel == "full":
-            bias = None if bias is None else bias.repeat_interleave(order)
-            return self._convolve(x.flatten(1, 2), filters, bias, self.groups).unflatten(
-                1, (self.out_channels, order)
-            )
-        # elements come first, so that each is a group of the convolution
-        bias = None if bias is None else bias.repeat(order)
-        y = self._convolve(
-            x.transpose(1, 2).flatten(1, 2), filters.transpose(0, 1), bias, order * self.groups
-        )
-        return y.unflatten(1, (order, self.out_channels)).transpose(1, 2)
+        if self.kernel == "pointwise":
+            return self._pointwise(x)
+        return self._mixed(x.flatten(1, 2))
+
+    def _pointwise(self, x: Tensor) -> Tensor:
+        # Elements come first, so that each is a group of the convolution.
+        order = self.group.order
+        bias = None if self.bias is None else self.bias.repeat(order)
+        x = rearrange(x, "n c r h w -> n (r c) h w")
+        y = self._convolve(x, self._filters().transpose(0, 1), bias, order * self.groups)
+        return rearrange(y, "n (r d) h w -> n d r h w", r=order)
 
     def _patches(self, x: Tensor) -> Tensor:
         if self.kernel == "full":
             return extract_patches(x.flatten(1, 2), self).unsqueeze(1)
-        patches = extract_patches(x.transpose(1, 2).flatten(0, 1), self)
+        patches = extract_patches(rearrange(x, "n c r h w -> (n r) c h w"), self)
         return patches.unflatten(0, (len(x), self.group.order))
 
     def extra_repr(self) -> str:
@@ -300,36 +331,24 @@ class GroupConv2d(_GroupConvolution):
 
 
 @register_rule(LiftingConv2d, GroupConv2d)
-def group_convolution(module: LiftingConv2d | GroupConv2d) -> Iterable[Block]:
+def group_convolution(module: GroupConvolution) -> Iterator[AnyBlock]:
     """Shared over elements of the group and output positions; groups are slots."""
     if module.weight is None:  # separable: see its two convolutions
         return
-    groups, order = module.groups, module.group.order
+    groups = module.groups
 
     def positions(g: Tensor) -> Tensor:
-        return g.flatten(2).mT
+        return rearrange(g, "n d r h w -> n (r h w) d")
 
     def slots(g: Tensor) -> Tensor:
-        return positions(g).unflatten(-1, (groups, -1))
-
-    def permuted(x: Tensor) -> Tensor:
-        # what takes patches to the weight is the inverse of what takes the weight to the filters
-        back = module.columns[module.group.inverse].cpu()
-        patches = module._patches(x)  # [rows, order or 1, positions, groups, channels * taps]
-        patches = patches.unflatten(-1, (-1, back.shape[1])).take_along_dim(
-            back.view(1, order, 1, 1, 1, -1), -1
-        )
-        return patches.flatten(4).flatten(1, 2)
+        return rearrange(g, "n (q d) r h w -> n (r h w) q d", q=groups)
 
     def inputs(x: Tensor) -> Tensor:
-        # Every entry is one of x, or a zero of the padding, and for all rows the same: which one is found out for numbers
-        # 1, 2, ... in the place of x, and then looked up in x. That is several times faster than to permute its patches.
-        numbers = torch.arange(1, x.shape[1:].numel() + 1, dtype=torch.double).view(1, *x.shape[1:])
-        index = permuted(numbers).long().to(x.device)
-        values = F.pad(x.flatten(1), (1, 0)).gather(1, index.flatten().expand(len(x), -1))
-        patches = values.unflatten(1, index.shape[1:])
+        index = module.patch_index(x)
+        padded = F.pad(x.flatten(1), (1, 0))  # entry 0 is the zero of the padding
+        patches = padded.gather(1, index.flatten().expand(len(x), -1)).unflatten(1, index.shape)
         return patches if groups > 1 else patches.squeeze(2)
 
-    yield Block("weight", inputs, slots if groups > 1 else positions, slots=groups)
+    yield MatrixBlock("weight", inputs, slots if groups > 1 else positions, slots=groups)
     if module.bias is not None:
-        yield Block("bias", None, positions, elementwise=True)
+        yield ElementwiseBlock("bias", None, positions)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from torch import Tensor, nn
-
-from laplace_invariance.layers.factored import SlotLinear
 
 __all__ = ["OnGroup", "ResidualPathway", "closed_paths"]
 
 
 class ResidualPathway(nn.Module):
-    """Sum of layers that see the same input; the prior precision of each decides how much of it is used.
+    """Sum of layers that see the same input; the prior precision of each decides how much is used.
 
-    Paths are given in order, or by name, which then names their parameters: ``ResidualPathway(conv=nn.Conv2d(3, 8, 3),
-    f_fc=FactoredLinear2d(3, 8, 32, 30))``.
+    Paths are given in order, or by name, which then names their parameters::
 
-    Where features are subsampled, strictly equivariant paths must be subsampled together, at the same positions, or their sum
-    would not be equivariant: ``pool`` does so. Paths to the smaller size, which have no symmetry to lose, are added after it.
+        ResidualPathway(conv=nn.Conv2d(3, 8, 3), f_fc=FactoredLinear2d(3, 8, 32, 30))
+
+    Where features are subsampled, strictly equivariant paths must be subsampled together, at
+    the same positions, or their sum would not be equivariant: ``pool`` does so. Paths to the
+    smaller size, which have no symmetry to lose, are added after it.
 
     Args:
-        *paths: modules, called ``"0"``, ``"1"``, ...
-        pool: subsampling of the sum of all paths whose output is larger than that of the others, or of all.
-        **named: modules by name.
+        *paths: Modules, which are called ``"0"``, ``"1"``, ...
+        pool: Subsampling of the sum of all paths whose output is larger than that of the
+            others, or of all.
+        **named: Modules by name.
+
+    Raises:
+        ValueError: If there is no path, or a name is used twice.
+        TypeError: If a path is not a module.
     """
 
     def __init__(
@@ -31,10 +37,9 @@ class ResidualPathway(nn.Module):
     ) -> None:
         super().__init__()
         everything = {str(i): path for i, path in enumerate(paths)}
-        if everything.keys() & named.keys():
-            raise ValueError(
-                f"path {min(everything.keys() & named.keys())!r} is given in order and by name"
-            )
+        twice = everything.keys() & named.keys()
+        if twice:
+            raise ValueError(f"path {min(twice)!r} is given in order and by name")
         everything |= named
         if not everything:
             raise ValueError("ResidualPathway needs at least one path")
@@ -47,7 +52,9 @@ class ResidualPathway(nn.Module):
     @property
     def paths(self) -> dict[str, nn.Module]:
         """The paths by name."""
-        return {name: path for name, path in self._modules.items() if name != "pool"}
+        # Not named_children(), which would leave out a module that is there twice.
+        children = self._modules.items()
+        return {name: path for name, path in children if path is not None and name != "pool"}
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = {name: path(x) for name, path in self.paths.items()}
@@ -63,62 +70,82 @@ def _sum(outputs: dict[str, Tensor]) -> Tensor:
     if len({y.shape for y in outputs.values()}) > 1:
         shapes = ", ".join(f"{name}: {list(y.shape)}" for name, y in outputs.items())
         raise ValueError(f"the paths of a ResidualPathway must return the same shape, got {shapes}")
-    return sum(outputs.values())
+    # From 0 on, so that the output of a single path is copied: an activation in place behind the
+    # pathway leaves it alone.
+    total = sum(outputs.values())
+    assert isinstance(total, Tensor)
+    return total
 
 
 class OnGroup(nn.Module):
-    """Apply a layer for feature maps to features on a group, ``[n, channels, group, height, width]``, as to further channels.
+    """Apply a layer for feature maps to features on a group, whose elements are further channels.
 
     Args:
-        layer: maps ``[n, channels * order, ...]`` to ``[n, channels' * order, ...]``.
-        order: size of the group.
+        layer: Maps ``[n, channels * order, ...]`` to ``[n, channels' * order, ...]``.
+        order: Number of elements of the group.
     """
 
     def __init__(self, layer: nn.Module, order: int) -> None:
         super().__init__()
-        self.layer, self.order = layer, order
+        self.layer = layer
+        self.order = order
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x.flatten(1, 2) if x.ndim == 5 else x)  # an image is not on the group yet
-        return y.unflatten(1, (-1, self.order))
+        if x.ndim == 5:  # an image is not on the group yet
+            x = x.flatten(1, 2)
+        return self.layer(x).unflatten(1, (-1, self.order))
 
 
 def closed_paths(
     model: nn.Module, precision: float = 1e3, *, shared: bool = False
 ) -> dict[str, float]:
-    """Return prior precisions with which training starts with nearly strict symmetry: all paths but the first are closed.
+    """Return prior precisions with which training starts with nearly strict symmetry.
 
-    Small weights alone do not keep a free path closed, as an optimiser such as Adam moves small weights as fast as others before
-    the evidence is first estimated. Give these to training, by evidence, of a network of
-    :class:`ResidualPathway` s: ``marglik_training(net, loader, prior_prec_init=closed_paths(net))``.
+    All paths but the first of each :class:`ResidualPathway` are closed. Small weights alone do
+    not keep a free path closed, as an optimiser such as Adam changes small weights as fast as
+    others before the evidence is first estimated. Give these to training by evidence::
 
-    The first factor of a factored path, ``theta_2``, starts at four times its number of inputs instead, which for
-    ``FactoredLinear2d`` is four times the precision of its initial weights, whatever its size. With ``precision`` for both
-    factors, those of small layers would vanish, and with them the gradients of both: what is closed too early would stay so.
+        marglik_training(net, loader, prior_prec_init=closed_paths(net))
+
+    Parts of a layer that start otherwise say so by a property ``closed_precisions``, as the
+    first factor of factored layers does (:class:`FactoredMap2d`). With ``precision`` for both
+    factors, those of small layers would vanish, and with them the gradients of both: what is
+    closed too early would stay closed.
 
     Args:
-        model: with pathways, their strictest path first.
-        precision: of what is closed.
-        shared: use ``precision`` for both factors; for a ``prior_structure`` in which these share theirs, such as ``"path"``.
+        model: Any module with pathways, their strictest path first.
+        precision: Precision of what is closed.
+        shared: Use ``precision`` for both factors; for a ``prior_structure`` in which these
+            share theirs, such as ``"path"``.
 
     Returns:
-        precisions by regular expression, one for each trainable tensor of the paths concerned but ``omega`` of sparse layers,
-        whose size says nothing about how much of a path is used.
+        Precisions by regular expression, one for each trainable tensor of the paths concerned,
+        but not for a layer's ``own_prior_parameters``, the size of which says nothing about how
+        much of a path is used.
     """
     found: dict[str, float] = {}
     for place, pathway in model.named_modules():
         if not isinstance(pathway, ResidualPathway):
             continue
-        for name in list(pathway.paths)[1:]:
-            for part, module in pathway.paths[name].named_modules():
-                prefix = ".".join(filter(None, (place, name, part)))
-                first = (
-                    isinstance(module, SlotLinear)
-                    and part.split(".")[-1] == "theta_2"
-                    and not shared
-                )
-                value = 4.0 * module.in_features if first else precision
-                for tensor, parameter in module.named_parameters(recurse=False):
-                    if parameter.requires_grad and tensor != "omega":
-                        found[re.escape(f"{prefix}.{tensor}")] = value
+        _, *others = pathway.paths.items()
+        for name, path in others:
+            for tensor, value in _closed(path, precision, shared):
+                found[re.escape(_joined(place, name, tensor))] = value
     return found
+
+
+def _closed(path: nn.Module, precision: float, shared: bool) -> Iterator[tuple[str, float]]:
+    """Yield the name of every tensor by which a path is closed, and its initial precision."""
+    precisions: dict[str, float] = {}  # by name of a part; parts come after the layer they are in
+    for part, module in path.named_modules():
+        if not shared:
+            for child, value in getattr(module, "closed_precisions", {}).items():
+                precisions[_joined(part, child)] = value
+        own = getattr(module, "own_prior_parameters", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and name not in own:
+                yield _joined(part, name), precisions.get(part, precision)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))

@@ -1,11 +1,13 @@
-"""Checkpoints: written atomically, loaded without executing code, and complete, so that a run goes on bit for bit.
+"""Checkpoints and histories on the disk, complete enough that a run resumes bit for bit.
 
-A checkpoint is a dictionary of tensors, numbers, strings, lists and dictionaries of these. It is written to a temporary file
-beside its place and moved there, so that whoever looks finds the old one or the new one, whenever the process dies.
+A checkpoint is a dictionary of tensors, numbers, strings, lists and dictionaries of these: it is
+loaded without executing code. It is written atomically, so that whoever looks finds the old one or
+the new one, whenever the process dies.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import random
 from collections.abc import Iterable
@@ -18,28 +20,47 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.files import replace
+from laplace_invariance.marglik.settings import OutputSettings, Record
 
-__all__ = ["Journal", "RandomStates", "read", "write"]
+__all__ = ["Journal", "RandomStates", "Resumable", "read", "write"]
 
-FORMAT = 1
+FORMAT = 2
+Generator = torch.Generator | np.random.Generator
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint, atomically."""
+    """Write a checkpoint, atomically.
+
+    Args:
+        path: File that is written or replaced.
+        state: Tensors, numbers and strings in lists and dictionaries.
+    """
     replace(path, lambda file: torch.save({"format": FORMAT, **_plain(state)}, file))
 
 
 def _plain(value: Any) -> Any:
-    """Make numbers of numpy, which sweeps hand in as step sizes, numbers of Python, which can be loaded safely."""
+    """Make numbers of numpy and names of enumerations plain, as only these can be loaded safely."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):  # which sweeps hand in as step sizes
+        return value.item()
+    if isinstance(value, enum.Enum):  # which laplace has for its options
+        return value.value
+    return value
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; a file that is none, or only a part of one, is refused and left alone."""
+    """Read a checkpoint.
+
+    Args:
+        path: File that :func:`write` wrote.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no checkpoint, or only a part of one; the file stays as it is.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -47,21 +68,28 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises many kinds, from struct and zip to pickle
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{path} is not a readable checkpoint (damaged, truncated, or another kind of file): {reason}; nothing was "
-            "changed; remove it or name another file to start anew"
+            f"{path} is not a readable checkpoint (damaged, truncated, or another kind of file): "
+            f"{reason}; nothing was changed; remove it or name another file to start from scratch"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is a torch file, but not a checkpoint of marglik_training in format {FORMAT}; nothing was changed"
+            f"{path} is a torch file, but not a checkpoint of marglik_training in format {FORMAT}; "
+            "nothing was changed"
         )
     return state
 
 
 class RandomStates:
-    """The state of every source of randomness that a run may draw from.
+    """The states of all sources of randomness that a run may draw from.
 
-    Those of torch (all devices), numpy and Python; and the generators of the loaders and their samplers, of the model's modules,
-    and others that are given.
+    These are the generators of torch (on all devices), of numpy and of Python, and those that are
+    found in the model's modules, in the loaders with their samplers, data sets and transforms, and
+    among ``others``.
+
+    Args:
+        model: Model that is trained.
+        loaders: Loaders; None is ignored.
+        others: Further generators; None is ignored.
     """
 
     def __init__(
@@ -70,44 +98,42 @@ class RandomStates:
         loaders: Iterable[DataLoader | None],
         others: Iterable[torch.Generator | None] = (),
     ) -> None:
-        found: dict[int, torch.Generator | np.random.Generator] = {}
-        for owner in [*model.modules(), *loaders, *others]:
-            _collect(owner, found)
+        found: dict[int, Generator] = {}
+        for owner in (*model.modules(), *loaders, *others):
+            _collect_generators(owner, found)
         self._generators = list(found.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all states, as tensors and numbers."""
-        _, keys, position, has_gauss, cached = np.random.get_state()
+        """Return all states, as tensors, numbers and strings."""
+        legacy: Any = np.random.get_state()  # noqa: NPY002 - data sets may draw from it
+        _, keys, position, has_gauss, cached = legacy
+        numpy_state = [torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached]
         return {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "numpy": [
-                torch.from_numpy(keys.astype(np.int64)),
-                int(position),
-                int(has_gauss),
-                float(cached),
-            ],
+            "numpy": numpy_state,
             "python": random.getstate(),
             "generators": [_state_of(generator) for generator in self._generators],
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse the state of other sources, before anything is changed."""
-        if len(state["generators"]) != len(self._generators):
+        """Raise ValueError unless the state is that of as many generators as there are."""
+        theirs, ours = len(state["generators"]), len(self._generators)
+        if theirs != ours:
             raise ValueError(
-                f"the checkpoint has the states of {len(state['generators'])} generators, but model, loaders and arguments "
-                f"have {len(self._generators)}; build them as in the run that wrote it; nothing was changed"
+                f"the checkpoint has the states of {theirs} generators, but model, loaders and "
+                f"arguments have {ours}; build them as in the run that wrote it; "
+                "nothing was changed"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put all states back."""
+        """Put back states that :meth:`state_dict` returned."""
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available() and state["cuda"]:
             torch.cuda.set_rng_state_all(state["cuda"])
-        keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state(
-            ("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached)
-        )
+        keys, *rest = state["numpy"]
+        legacy = ("MT19937", keys.numpy().astype(np.uint32), *rest)
+        np.random.set_state(legacy)  # noqa: NPY002
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         for generator, value in zip(self._generators, state["generators"], strict=True):
@@ -117,128 +143,163 @@ class RandomStates:
                 generator.bit_generator.state = json.loads(value)
 
 
-PARTS = (
-    "generator", "rng", "sampler", "batch_sampler", "dataset", "datasets", "transform", "transforms", "target_transform",
-)  # fmt: skip
+# Attributes under which loaders, samplers, data sets and transforms keep what they are made of.
+PARTS = "generator rng sampler batch_sampler dataset datasets transform transforms target_transform"
 
 
-def _collect(owner: Any, found: dict[int, Any], depth: int = 6) -> None:
-    """Find generators in what loaders, data sets and transforms are made of."""
-    if isinstance(owner, (torch.Generator, np.random.Generator)):
+def _collect_generators(owner: Any, found: dict[int, Generator], depth: int = 6) -> None:
+    """Add the generators in an object, and in what it is made of, by their id."""
+    if isinstance(owner, torch.Generator | np.random.Generator):
         found[id(owner)] = owner
-    elif isinstance(owner, (list, tuple)):
+    elif isinstance(owner, list | tuple):
         for item in owner[:100]:
-            _collect(item, found, depth - 1)
-    elif depth and owner is not None and not isinstance(owner, (torch.Tensor, np.ndarray, str)):
-        for name in PARTS:
-            part = vars(owner).get(name) if hasattr(owner, "__dict__") else None
-            if part is not None:
-                _collect(part, found, depth - 1)
+            _collect_generators(item, found, depth - 1)
+    elif depth and hasattr(owner, "__dict__") and not isinstance(owner, torch.Tensor):
+        for name in PARTS.split():
+            _collect_generators(vars(owner).get(name), found, depth - 1)
 
 
-def _state_of(generator: torch.Generator | np.random.Generator) -> torch.Tensor | str:
+def _state_of(generator: Generator) -> torch.Tensor | str:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return json.dumps(generator.bit_generator.state, default=lambda array: array.tolist())
 
 
 class Resumable(Protocol):
-    """What can be written to a checkpoint and read from it."""
+    """A run that can be written to a checkpoint and resumed from it.
+
+    Its state has the signature, which must agree between the run that writes it and the one that
+    resumes it, and the epoch.
+    """
 
     epoch: int
-    history: list[dict[str, Any]]
+    history: list[Record]
+
+    @property
+    def n_epochs(self) -> int: ...
+
+    def signature(self) -> dict[str, Any]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
-
-    def check_state_dict(self, state: dict[str, Any], path: Path) -> None: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Journal:
-    """Checkpoint and history of a run on the disk; either may be None.
+    """Checkpoint and history of a run on the disk, either of which may be left out.
+
+    Nothing is read or written before :meth:`open`.
 
     Args:
-        run: what is written, and read now if it is resumed.
-        random_states: written and read with it.
-        checkpoint: file of the checkpoint.
-        history: file of the history, JSON lines.
-        resume: go on from the checkpoint if it exists; without it neither file may exist.
+        run: Run that is written, and that gets its state when it is resumed.
+        random_states: Random states that are written and read with it.
+        output: Names of the files, and whether to resume.
     """
 
-    def __init__(
-        self,
-        run: Resumable,
-        random_states: RandomStates,
-        checkpoint: str | Path | None,
-        history: str | Path | None,
-        resume: bool,
-    ) -> None:
-        self._run, self._random_states = run, random_states
-        self._checkpoint = None if checkpoint is None else Path(checkpoint)
-        self._history = None if history is None else Path(history)
+    def __init__(self, run: Resumable, random_states: RandomStates, output: OutputSettings) -> None:
+        self._run = run
+        self._random_states = random_states
+        self._checkpoint = None if output.checkpoint is None else Path(output.checkpoint)
+        self._history = None if output.history is None else Path(output.history)
+        self._may_resume = output.resume
         self._good_epoch: int | None = None
-        if resume and self._checkpoint is None:
-            raise ValueError("resume=True needs to know the checkpoint=")
-        if self._checkpoint is not None and self._checkpoint == self._history:
-            raise ValueError(f"checkpoint and history cannot both be {self._checkpoint}")
-        going_on = resume and self._checkpoint.exists()
-        for path in (self._checkpoint, self._history):
-            if path is not None and path.exists() and not going_on:
-                raise FileExistsError(
-                    f"{path} exists, but there is no checkpoint {self._checkpoint} to go on from; remove it to start anew"
-                    if resume
-                    else f"{path} exists; resume=True goes on from it, another name starts anew"
-                )
-        if going_on:
-            state = read(self._checkpoint)
-            run.check_state_dict(state["run"], self._checkpoint)
-            random_states.check_state_dict(state["random"])
-            self._check_history()
-            run.load_state_dict(state["run"])
-            random_states.load_state_dict(state["random"])
-            self._good_epoch = run.epoch
-        for path in (self._checkpoint, self._history):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-        if not going_on:
-            self.save()
-        if (
-            self._history is not None
-        ):  # without what an interrupted run had written after its last checkpoint
-            lines = "".join(json.dumps(record) + "\n" for record in run.history)
+
+    def open(self) -> None:
+        """Resume from the checkpoint if that is wanted and there is one; otherwise start.
+
+        Raises:
+            FileExistsError: If a run that does not resume would overwrite a file.
+            ValueError: If the files are not those of the same run; nothing was changed then.
+        """
+        if self._may_resume and self._checkpoint is not None and self._checkpoint.exists():
+            self._resume(self._checkpoint)
+        else:
+            self._start()
+        if self._history is not None:
+            # an interrupted run may have appended records after its last checkpoint
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(record) + "\n" for record in self._run.history)
             replace(self._history, lambda file: file.write(lines.encode()))
 
-    def _check_history(self) -> None:
-        """Refuse to write over a file that is no history."""
-        if self._history is None or not self._history.exists() or not self._history.stat().st_size:
-            return
-        try:
-            known = "epoch" in json.loads(self._history.read_text().splitlines()[0])
-        except (ValueError, TypeError, UnicodeDecodeError):
-            known = False
-        if not known:
-            raise ValueError(
-                f"{self._history} is not a history of marglik_training; nothing was changed"
+    def _start(self) -> None:
+        for path in (self._checkpoint, self._history):
+            if path is None or not path.exists():
+                continue
+            if self._may_resume:
+                raise FileExistsError(
+                    f"{path} exists, but there is no checkpoint {self._checkpoint} to resume from; "
+                    "remove it to start from scratch"
+                )
+            raise FileExistsError(
+                f"{path} exists; resume=True resumes from it, another name starts from scratch"
             )
+        if self._checkpoint is not None:
+            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        self.save()
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Append a record to the history."""
+    def _resume(self, checkpoint: Path) -> None:
+        state = read(checkpoint)
+        run = state["run"]
+        _check_signature(checkpoint, run["signature"], self._run.signature())
+        if run["epoch"] > self._run.n_epochs:
+            raise ValueError(
+                f"{checkpoint} is at epoch {run['epoch']}, but n_epochs is {self._run.n_epochs}; "
+                "nothing was changed"
+            )
+        self._random_states.check_state_dict(state["random"])
+        if self._history is not None:
+            _check_history(self._history)
+        self._run.load_state_dict(run)
+        self._random_states.load_state_dict(state["random"])
+        self._good_epoch = self._run.epoch
+
+    def append(self, record: Record) -> None:
+        """Append a record to the history, as a line of JSON."""
         if self._history is not None:
             with self._history.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
+    def save(self) -> None:
+        """Write a checkpoint."""
+        if self._checkpoint is None:
+            return
+        state = {"run": self._run.state_dict(), "random": self._random_states.state_dict()}
+        write(self._checkpoint, state)
+        self._good_epoch = self._run.epoch
+
     def last_good(self) -> str:
-        """Say where the last good checkpoint is."""
+        """Return a text that says where the last good checkpoint is."""
         if self._good_epoch is None:
             return "no checkpoint was asked for"
         return f"the last good checkpoint, of epoch {self._good_epoch}, is {self._checkpoint}"
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        if self._checkpoint is not None:
-            write(
-                self._checkpoint,
-                {"run": self._run.state_dict(), "random": self._random_states.state_dict()},
+
+def _check_signature(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise unless the run that wrote a checkpoint was made like this one."""
+    for key, value in ours.items():
+        if theirs.get(key) != value:
+            difference = _difference(theirs.get(key), value)
+            raise ValueError(
+                f"{path} was written by another run: its {key} {difference}; nothing was changed"
             )
-            self._good_epoch = self._run.epoch
+
+
+def _difference(theirs: Any, ours: Any) -> str:
+    """Return a text that says how two values differ; of dictionaries, the first item that does."""
+    if not isinstance(theirs, dict) or not isinstance(ours, dict):
+        return f"is {theirs!r} there and {ours!r} here"
+    name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
+    there, here = theirs.get(name, "missing"), ours.get(name, "missing")
+    return f"differ: {name} is {there} there and {here} here"
+
+
+def _check_history(path: Path) -> None:
+    """Raise unless a file is a history, or empty, or not there, so that no other is overwritten."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    try:
+        known = "epoch" in json.loads(path.read_text().splitlines()[0])
+    except (ValueError, TypeError):  # such as UnicodeDecodeError
+        known = False
+    if not known:
+        raise ValueError(f"{path} is not a history of marglik_training; nothing was changed")

@@ -1,4 +1,4 @@
-"""Prior precisions and observation noise: what the evidence moves beside the hyperparameters of modules."""
+"""Prior precisions and observation noise, which the evidence learns beside hyperparameters."""
 
 from __future__ import annotations
 
@@ -8,64 +8,101 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from laplace.utils import expand_prior_precision, fix_prior_prec_structure
+from laplace.utils import expand_prior_precision
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace_invariance.layers.residual import ResidualPathway
+from laplace_invariance.marglik.settings import PriorSettings
 
 __all__ = ["Priors", "grouping"]
 
-OF_LAPLACE = ("scalar", "layerwise", "diag")
+STRUCTURES = ("scalar", "layerwise", "diag", "path")
 
 
 def grouping(model: nn.Module, structure: str | Sequence[str]) -> dict[str, str]:
-    """Return the name of every trainable tensor's group, by name of the tensor; a group shares one prior precision.
+    """Return the name of every trainable tensor's group, by name of the tensor.
+
+    The tensors of a group share one prior precision. With ``"diag"``, under which every number has
+    its own, there are no groups, and nothing is returned.
 
     Args:
-        model: whose parameters are grouped.
-        structure: ``"path"``, or regular expressions that match whole names; see
-            :func:`~laplace_invariance.marglik_training`.
+        model: Model whose parameters are grouped.
+        structure: One of ``"scalar"``, ``"layerwise"``, ``"diag"`` and ``"path"``, or regular
+            expressions that match whole names; see :func:`~laplace_invariance.marglik_training`.
+
+    Raises:
+        TypeError: If the structure is neither a name nor a list of regular expressions.
+        ValueError: If there is no such structure, or a pattern is wrong or has nothing to match.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if isinstance(structure, str):
-        if structure != "path":
-            raise ValueError(
-                f"prior_structure must be one of {', '.join(map(repr, (*OF_LAPLACE, 'path')))} or a list of regular "
-                f"expressions, got {structure!r}; a pattern goes into a list: [{structure!r}]"
-            )
+    names = _trainable_names(model)
+    if structure == "diag":
+        return {}
+    if structure == "scalar":
+        return dict.fromkeys(names, "all")
+    if structure == "layerwise":
+        return {name: name for name in names}
+    if structure == "path":
         return _by_path(model, names)
-    if not isinstance(structure, Sequence) or not all(
-        isinstance(pattern, str) for pattern in structure
-    ):
+    if isinstance(structure, str):
+        raise ValueError(
+            f"prior_structure must be one of {', '.join(map(repr, STRUCTURES))} or a list of "
+            f"regular expressions, got {structure!r}; a pattern goes into a list: [{structure!r}]"
+        )
+    is_list = isinstance(structure, Sequence)
+    if not is_list or not all(isinstance(pattern, str) for pattern in structure):
         raise TypeError(
             f"prior_structure must be a name or a list of regular expressions, got {structure!r}"
         )
     return _by_pattern(structure, names)
 
 
+def _trainable_names(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def _by_path(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Group by the innermost path of a ``ResidualPathway``; tensors outside of paths are groups of one."""
-    paths = [
-        f"{name}.{child}".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, ResidualPathway)
-        for child in module.paths
-    ]
-    return {
-        # the width of basis functions says nothing about how much of a path is used
-        name: name
-        if name.endswith(".omega")
-        else max((p for p in paths if name.startswith(f"{p}.")), key=len, default=name)
-        for name in names
-    }
+    """Group by the innermost path of a ``ResidualPathway``; other tensors are groups of one.
+
+    So are those that a module on a path declares in ``own_prior_parameters``, because their size
+    says nothing about how much of the path is used.
+    """
+    paths: list[str] = []
+    alone: set[str] = set()
+    for place, module in model.named_modules():
+        prefix = f"{place}." if place else ""
+        if isinstance(module, ResidualPathway):
+            paths += [prefix + child for child in module.paths]
+        alone.update(prefix + name for name in getattr(module, "own_prior_parameters", ()))
+    groups = {}
+    for name in names:
+        around = [path for path in paths if name.startswith(f"{path}.")]
+        if name in alone or not around:
+            groups[name] = name
+        else:
+            groups[name] = max(around, key=len)
+    return groups
+
+
+def _by_pattern(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Group by the first pattern that matches and what it captures; the rest are groups of one."""
+    groups = {name: name for name in names}
+    for name, match in _first_matches("prior_structure", patterns, names).items():
+        groups[name] = match.re.pattern
+        if match.groups():
+            groups[name] += f" ({', '.join(map(str, match.groups()))})"
+    return groups
 
 
 def _first_matches(
     what: str, patterns: Sequence[str], names: Sequence[str]
-) -> dict[str, tuple[str, re.Match]]:
-    """Return the first pattern that matches the whole of each name, and the match; a pattern without any is refused."""
-    found: dict[str, tuple[str, re.Match]] = {}
+) -> dict[str, re.Match[str]]:
+    """Return the match of the first pattern that matches each whole name.
+
+    Raises:
+        ValueError: If a pattern is no regular expression, or not the first to match any name.
+    """
+    found: dict[str, re.Match[str]] = {}
     for pattern in patterns:
         try:
             expression = re.compile(pattern)
@@ -75,157 +112,132 @@ def _first_matches(
             ) from error
         matches = {name: match for name in names if (match := expression.fullmatch(name))}
         if not matches.keys() - found.keys():
-            why = "only what patterns before it match; put it before them"
-            why = why if matches else "no whole name of a trainable parameter"
+            why = "no whole name of a trainable parameter"
+            if matches:
+                why = "only what patterns before it match; put it before them"
             raise ValueError(
-                f"{what} has {pattern!r}, which matches {why}; the parameters are {', '.join(names)}"
+                f"{what} has {pattern!r}, which matches {why}; "
+                f"the parameters are {', '.join(names)}"
             )
-        found = {name: (pattern, match) for name, match in matches.items()} | found
+        found = matches | found
     return found
 
 
-def _by_pattern(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Group by the first pattern that matches and what it captures; tensors that none matches are groups of one."""
-    groups = {name: name for name in names}
-    for name, (pattern, match) in _first_matches("prior_structure", patterns, names).items():
-        groups[name] = (
-            f"{pattern} ({', '.join(map(str, match.groups()))})" if match.groups() else pattern
-        )
-    return groups
-
-
-def _by_name(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Return the value of the first pattern that matches each name, or 1."""
-    for pattern, value in values.items():
+def _initial_precisions(
+    precision: float | Mapping[str, float], names: Sequence[str]
+) -> dict[str, float]:
+    """Return the initial precision of each tensor; 1 where no pattern matches its name."""
+    if not isinstance(precision, Mapping):
+        return dict.fromkeys(names, precision)
+    for pattern, value in precision.items():
         if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
             raise ValueError(
                 f"prior_prec_init must be positive and finite, got {value!r} for {pattern!r}"
             )
-    matched = _first_matches("prior_prec_init", list(values), names)
-    return {name: float(values[matched[name][0]]) if name in matched else 1.0 for name in names}
+    initial = dict.fromkeys(names, 1.0)
+    for name, match in _first_matches("prior_prec_init", list(precision), names).items():
+        initial[name] = precision[match.re.pattern]
+    return initial
+
+
+def _per_group(initial: dict[str, float], groups: dict[str, str]) -> list[float]:
+    """Return the initial precision of each group; raise unless its tensors agree."""
+    found: dict[str, float] = {}
+    for name, value in initial.items():
+        if found.setdefault(groups[name], value) != value:
+            raise ValueError(
+                f"{name} shares its prior precision with tensors for which prior_prec_init has "
+                f"another value than {value:g}; give one value for all that share, e.g. by "
+                "closed_paths(model, shared=True)"
+            )
+    return list(found.values())
 
 
 class Priors:
-    """Log prior precisions of the trainable parameters and, for regression, the log noise, with their optimiser.
+    """Log prior precisions of the weights and, for regression, the log noise, with their optimiser.
 
     Args:
-        model: whose parameters have the prior.
-        structure: ``"scalar"``, ``"layerwise"`` (one per tensor) or ``"diag"``, as in laplace; or what
-            :func:`grouping` takes.
-        precision: initial prior precision; or one for each regular expression, which matches whole names of tensors, the first
-            that matches counts, and 1 for the rest.
-        noise: initial standard deviation of the observation noise; None where the likelihood has none.
-        learn_noise: whether it is learnt.
-        temperature: of the likelihood, as in laplace.
-        lr: step size of Adam.
+        model: Model whose trainable parameters have the prior.
+        settings: Structure, initial values and step size.
+        temperature: Temperature of the likelihood, as in laplace.
+        has_noise: Whether the likelihood has observation noise, as that of a regression.
 
     Attributes:
-        log_precision: one per group.
-        groups: names of the groups; empty for ``"diag"``.
-        grouping: name of every tensor's group, by name of the tensor; None for structures of laplace.
+        log_precision: Logarithms ``[groups]``, or ``[parameters]`` with ``"diag"``; learnt.
+        log_noise: Logarithm ``[1]`` of the standard deviation of the noise; None without noise.
+        learnt: Those of the two that are learnt.
+        grouping: Name of every tensor's group, by name of the tensor; empty with ``"diag"``.
+        groups: Names of the groups, in the order of ``log_precision``.
+        optimizer: Optimiser of what is learnt.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        structure: str | Sequence[str],
-        precision: float | Mapping[str, float],
-        noise: float | None,
-        learn_noise: bool,
-        temperature: float,
-        lr: float,
+        self, model: nn.Module, settings: PriorSettings, temperature: float, has_noise: bool
     ) -> None:
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._temperature = temperature
+        self.grouping = grouping(model, settings.prior_structure)
+        self.groups = list(dict.fromkeys(self.grouping.values()))
         first = self._parameters[0]
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        sizes = len(self._parameters), sum(p.numel() for p in self._parameters)
-        start = math.log(temperature * (1.0 if isinstance(precision, Mapping) else precision))
-        structure = getattr(structure, "value", structure)  # laplace has an enumeration, too
-        if structure in OF_LAPLACE:
-            self.groups = {"scalar": ["all"], "layerwise": names, "diag": []}[structure]
-            self.grouping, self._index = None, None
-            self.log_precision = fix_prior_prec_structure(
-                start, structure, *sizes, first.device, first.dtype
-            )
-        else:
-            self.grouping = grouping(model, structure)
-            self.groups = list(dict.fromkeys(self.grouping.values()))
-            places = {group: place for place, group in enumerate(self.groups)}
-            self._index = torch.tensor(
-                [places[group] for group in self.grouping.values()], device=first.device
-            )
-            self.log_precision = torch.full(
-                (len(self.groups),), start, device=first.device, dtype=first.dtype
-            )
-        if isinstance(precision, Mapping):
-            self._start_at(_by_name(precision, names))
+        self.log_precision = self._initial_logarithms(settings.prior_prec_init)
         self.log_precision.requires_grad_()
-        self.log_noise = (
-            None
-            if noise is None
-            else torch.full((1,), math.log(noise)).to(first).requires_grad_(learn_noise)
-        )
-        self.learnt = [
-            t for t in (self.log_precision, self.log_noise) if t is not None and t.requires_grad
-        ]
-        self.optimizer = torch.optim.Adam(self.learnt, lr=lr)
+        self.learnt = [self.log_precision]
+        self.log_noise: Tensor | None = None
+        if has_noise:
+            self.log_noise = torch.full((1,), math.log(settings.sigma_noise_init)).to(first)
+            self.log_noise.requires_grad_(not settings.fix_sigma_noise)
+        if self.log_noise is not None and self.log_noise.requires_grad:
+            self.learnt.append(self.log_noise)
+        self.optimizer = torch.optim.Adam(self.learnt, lr=settings.lr_hyp)
+        # laplace takes one precision for all, but otherwise wants one for every tensor
+        self._group_of_tensor: Tensor | None = None
+        if self.groups and settings.prior_structure != "scalar":
+            places = [self.groups.index(group) for group in self.grouping.values()]
+            self._group_of_tensor = torch.tensor(places, device=first.device)
 
-    def _start_at(self, precisions: dict[str, float]) -> None:
-        """Set the initial precision of every tensor; tensors that share one must agree."""
-        values = torch.tensor(
-            [math.log(self._temperature * value) for value in precisions.values()]
-        )
-        values = values.to(self.log_precision)
-        if self.groups:
-            count = len(self.log_precision)
-            index = (
-                torch.arange(len(values))
-                if count == len(values)
-                else torch.zeros(len(values), dtype=torch.long)
-            )
-            index = index.to(values.device) if self._index is None else self._index
-            self.log_precision[index] = values
-            different = [name for name, kept, wanted in zip(precisions, self.log_precision[index], values, strict=True)
-                         if kept != wanted]  # fmt: skip
-            if different:
-                raise ValueError(
-                    f"{different[0]} shares its prior precision with tensors for which prior_prec_init has another value than "
-                    f"{precisions[different[0]]:g}; give one value for all that share, e.g. by closed_paths(model, shared=True)"
-                )
-        else:
-            sizes = [parameter.numel() for parameter in self._parameters]
-            self.log_precision.copy_(
-                values.repeat_interleave(torch.tensor(sizes, device=values.device))
-            )
+    def _initial_logarithms(self, precision: float | Mapping[str, float]) -> Tensor:
+        initial = _initial_precisions(precision, _trainable_names(self._model))
+        each_alone = {name: name for name in initial}
+        values = _per_group(initial, self.grouping or each_alone)
+        logarithms = [math.log(self._temperature * value) for value in values]
+        first = self._parameters[0]
+        found = torch.tensor(logarithms, dtype=first.dtype, device=first.device)
+        if self.grouping:
+            return found
+        sizes = [parameter.numel() for parameter in self._parameters]
+        return found.repeat_interleave(torch.tensor(sizes, device=first.device))
 
     @property
     def precision(self) -> Tensor:
-        """The prior precisions as laplace takes them, one, or one per tensor or parameter; differentiable."""
+        """Prior precisions as laplace takes them: one, or one per tensor or parameter."""
         values = self.log_precision.exp()
-        return values if self._index is None else values[self._index]
+        if self._group_of_tensor is None:
+            return values
+        return values[self._group_of_tensor]
 
     def named(self) -> dict[str, float]:
-        """Return the prior precisions by name of their group; nothing if every parameter has its own."""
-        return (
-            dict(zip(self.groups, self.log_precision.detach().exp().tolist(), strict=True))
-            if self.groups
-            else {}
-        )
+        """Return the prior precisions by name of their group; nothing with ``"diag"``."""
+        if not self.groups:
+            return {}
+        return dict(zip(self.groups, self.log_precision.detach().exp().tolist(), strict=True))
 
     @property
     def noise(self) -> Tensor | None:
-        """The standard deviation of the noise, differentiable if learnt; None for classification."""
-        return None if self.log_noise is None else self.log_noise.exp()
+        """Standard deviation ``[1]`` of the noise, differentiable if learnt; None without noise."""
+        if self.log_noise is None:
+            return None
+        return self.log_noise.exp()
 
     def penalty(self, n_data: int) -> Tensor:
-        """Return the negative log prior, scaled to be added to the mean loss of a datum."""
-        scale = (
-            self._temperature
-            if self.noise is None
-            else self._temperature / (2 * self.noise.detach().square())
-        )
+        """Return the negative log prior of the weights, to be added to the mean loss of a datum.
+
+        Args:
+            n_data: Number of training examples.
+        """
+        scale: float | Tensor = self._temperature
+        if self.noise is not None:  # the squared error is the log likelihood but for this factor
+            scale = scale / (2 * self.noise.detach().square())
         precision = self.precision.detach()
         if len(precision) in (1, len(self._parameters)):  # without copies of all weights
             norms = torch.stack([p.flatten().dot(p.flatten()) for p in self._parameters])
@@ -236,21 +248,23 @@ class Priors:
         return (0.5 * weighted / n_data / scale).squeeze()
 
     def values(self) -> dict[str, Tensor]:
-        """Return detached copies of the logarithms."""
-        tensors = {"log_precision": self.log_precision, "log_noise": self.log_noise}
-        return {
-            name: tensor.detach().clone() for name, tensor in tensors.items() if tensor is not None
-        }
+        """Return copies of the logarithms."""
+        found = {"log_precision": self.log_precision.detach().clone()}
+        if self.log_noise is not None:
+            found["log_noise"] = self.log_noise.detach().clone()
+        return found
 
     @torch.no_grad()
     def set_values(self, values: dict[str, Tensor]) -> None:
-        """Put such copies back."""
+        """Put back logarithms that :meth:`values` returned."""
         for name, value in values.items():
             getattr(self, name).copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the logarithms and the state of the optimiser."""
         return {"values": self.values(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back a state that :meth:`state_dict` returned."""
         self.set_values(state["values"])
         self.optimizer.load_state_dict(state["optimizer"])

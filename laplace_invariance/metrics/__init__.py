@@ -1,4 +1,4 @@
-"""What was learnt, in numbers: how much of each layer is in use, and how equivariant or invariant it is, really."""
+"""How much of each layer is in use, how equivariant it is, how invariant a network really is."""
 
 from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.metrics.equivariance import equivariance_error
@@ -11,16 +11,16 @@ from laplace_invariance.metrics.genuine import (
     predictive_invariance,
     saliency_invariance,
 )
-from laplace_invariance.metrics.layers import (
-    LayerReport,
-    PathReport,
-    effective_parameters,
-    layer_report,
-)
 from laplace_invariance.metrics.spectrum import (
     JacobianSpectrum,
     SpectrumRecorder,
     jacobian_spectrum,
+)
+from laplace_invariance.metrics.usage import (
+    LayerReport,
+    PathReport,
+    effective_parameters,
+    layer_report,
 )
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""How far a module is from being equivariant: ``f(g x)`` against ``g f(x)``, for every element ``g`` of a group.
+"""How far a module is from being equivariant: ``f(g x)`` against ``g f(x)``, for elements ``g``.
 
-How ``g`` acts on outputs follows from their shape: not at all on ``[n, outputs]``, so that invariance is asked for; by moving
-positions of ``[n, channels, height, width]``; and by moving the group as well in ``[n, channels, order, height, width]``.
+How ``g`` acts on outputs follows from their shape: not at all on ``[n, outputs]``, so that
+invariance is asked for; by permuting positions of ``[n, channels, height, width]``; and by
+permuting the group as well in ``[n, channels, order, height, width]``.
 """
 
 from __future__ import annotations
@@ -29,55 +30,56 @@ def equivariance_error(
     batch_size: int = 256,
     generator: torch.Generator | None = None,
 ) -> float:
-    """Return the largest ``|f(g x) - g f(x)| / |f(x)|`` over images and elements: zero, up to rounding, if equivariant.
+    """Return the largest ``|f(g x) - g f(x)| / |f(x)|`` over images and elements.
 
-    A module that subsamples is equivariant to shifts only up to a shift of its output: one position of the output is several
-    of the input, and which of these it stands for may follow the image (see ``PolyphasePool2d``). Where the output is
-    smaller than the input, the error under shifts is therefore the least over all circular shifts of the output, for each
-    image on its own. Under other groups it is not: turns and flips map the grid of the output to itself.
+    It is zero, up to rounding, if the module is equivariant. A module that subsamples is
+    equivariant to shifts only up to a shift of its output: one position of the output is
+    several of the input, and which of these it stands for may follow the image (see
+    ``PolyphasePool2d``). Where the output is smaller than the input, the error under shifts is
+    therefore the least over all circular shifts of the output, for each image on its own. Under
+    other groups it is not: rotations and flips map the grid of the output to itself.
 
-    The module is evaluated without gradients in evaluation mode; the modes of its parts are restored.
+    The module is evaluated without gradients in evaluation mode; the modes of its parts are
+    restored.
 
     Args:
-        module: maps ``x`` to ``[n, outputs]``, ``[n, channels, height, width]`` or ``[n, channels, order, height, width]``.
-        group: ``"shifts"`` (circular), the name of a group (``"p4"``, ...), a :class:`Group`, or several of these, each of
-            which is tested.
-        x: images ``[n, channels, height, width]`` or features ``[n, channels, order, height, width]``; None draws two from
-            a normal distribution, as the first layer of the module takes them, 32 x 32 if it takes any size.
-        max_elements: of shifts, a random choice of so many if there are more; the default has all of 32 x 32.
-        batch_size: images to evaluate at a time.
-        generator: of random choices; None is torch's default generator.
+        module: Maps ``x`` to ``[n, outputs]``, ``[n, channels, height, width]`` or ``[n,
+            channels, order, height, width]``.
+        group: ``"shifts"`` (circular), the name of a group (``"p4"``, ...), a :class:`Group`, or
+            several of these, each of which is tested.
+        x: Images ``[n, channels, height, width]`` or features ``[n, channels, order, height,
+            width]``; None draws two from a normal distribution, as the first layer of the module
+            takes them, 32 x 32 if it takes any size.
+        max_elements: Largest number of shifts, a random choice if there are more; the default
+            has all of 32 x 32.
+        batch_size: Number of images to evaluate at a time.
+        generator: Source of random choices; None is torch's default generator.
+
+    Raises:
+        ValueError: If a group is unknown, or a shape is not one of these.
     """
-    x = _random_inputs(module, generator) if x is None else x
+    if x is None:
+        x = _random_inputs(module, generator)
     if x.ndim not in (4, 5) or not x.numel():
         raise ValueError(
-            f"equivariance_error needs images [n, channels, height, width] or features on a group [n, channels, order, height, "
-            f"width], got shape {list(x.shape)}"
+            "equivariance_error needs images [n, channels, height, width] or features on a group "
+            f"[n, channels, order, height, width], got shape {list(x.shape)}"
         )
     if min(max_elements, batch_size) < 1:
         raise ValueError(
             f"max_elements and batch_size must be positive, got {max_elements} and {batch_size}"
         )
-    groups = [group] if isinstance(group, str | Group) else list(group)
-    if not groups:
-        raise ValueError("equivariance_error needs at least one group, got none")
-    groups = [one if one == SHIFTS else _group(one) for one in groups]
+    groups = _groups(group)
+    errors: list[Tensor] = []
     with torch.no_grad(), evaluation(module):
         y = module(x)
-        if y.ndim not in (2, 4, 5) or len(y) != len(x):
-            raise ValueError(
-                f"the module must return [n, outputs], [n, channels, height, width] or [n, channels, order, height, width] "
-                f"for n = {len(x)} inputs, got shape {list(y.shape)}"
-            )
-        errors = [
-            error
-            for one in groups
-            for error in (
-                _under_shifts(module, x, y, max_elements, batch_size, generator)
-                if one == SHIFTS
-                else _under_group(module, one, x, y, batch_size)
-            )
-        ]
+        _check_outputs(y, len(x))
+        for one in groups:
+            if isinstance(one, Group):
+                errors += _under_group(module, one, x, y, batch_size)
+            else:
+                shifts = _shifts(x.shape[-2], x.shape[-1], max_elements, generator)
+                errors += _under_shifts(module, shifts, x, y, batch_size)
     return float(torch.cat(errors).max())
 
 
@@ -91,17 +93,36 @@ def _random_inputs(module: nn.Module, generator: torch.Generator | None) -> Tens
     shape = (2, first.in_channels, *group, *getattr(first, "in_shape", (32, 32)))
     parameter = next(module.parameters(), torch.empty(0))
     device = parameter.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=device, dtype=parameter.dtype).to(
-        parameter.device
-    )
+    x = torch.randn(shape, generator=generator, device=device, dtype=parameter.dtype)
+    return x.to(parameter.device)
 
 
-def _group(group: str | Group) -> Group:
-    if isinstance(group, str) and group not in NAMED:
+def _groups(group: str | Group | Sequence[str | Group]) -> list[str | Group]:
+    """Return the groups to test, where ``"shifts"`` stands for itself."""
+    if isinstance(group, str | Group):
+        group = [group]
+    found: list[str | Group] = []
+    for one in group:
+        if one == SHIFTS:
+            found.append(one)
+        elif isinstance(one, Group) or one in NAMED:
+            found.append(Group.of(one))
+        else:
+            raise ValueError(
+                f"there is no group {one!r}; choose from {SHIFTS}, {', '.join(NAMED)}, "
+                "or give a Group"
+            )
+    if not found:
+        raise ValueError("equivariance_error needs at least one group, got none")
+    return found
+
+
+def _check_outputs(y: Tensor, n: int) -> None:
+    if y.ndim not in (2, 4, 5) or len(y) != n:
         raise ValueError(
-            f"there is no group {group!r}; choose from {SHIFTS}, {', '.join(NAMED)}, or give a Group"
+            "the module must return [n, outputs], [n, channels, height, width] or "
+            f"[n, channels, order, height, width] for n = {n} inputs, got shape {list(y.shape)}"
         )
-    return Group.of(group)
 
 
 def _under_group(
@@ -112,41 +133,49 @@ def _under_group(
     def transform(z: Tensor, element: int) -> Tensor:
         if z.ndim == 2:
             return z
-        return group.transform(z, element) if z.ndim == 4 else group.transform_features(z, element)
+        if z.ndim == 4:
+            return group.transform(z, element)
+        return group.transform_features(z, element)
 
     for element in range(group.order):
-        outputs = torch.cat([module(part) for part in transform(x, element).split(batch_size)])
+        outputs = _in_batches(module, transform(x, element), batch_size)
         yield _relative(outputs, transform(y, element))
 
 
-def _under_shifts(
-    module: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    max_elements: int,
-    batch_size: int,
-    generator: torch.Generator | None,
-) -> Iterator[Tensor]:
-    """Yield errors ``[shifts * n]`` of some shifts at a time."""
-    height, width = x.shape[-2:]
+def _shifts(
+    height: int, width: int, max_elements: int, generator: torch.Generator | None
+) -> Tensor:
+    """Return the shifts to test, down and to the right, ``[2, shifts]``."""
     elements = torch.arange(height * width)
     if len(elements) > max_elements:
         elements = torch.randperm(height * width, generator=generator)[:max_elements]
-    for some in elements.split(max(batch_size // len(x), 1)):
-        images = x.repeat(len(some), *[1] * (x.ndim - 1))
-        targets = y.repeat(len(some), *[1] * (y.ndim - 1))
-        shifts = (
-            torch.stack([some // width, some % width]).repeat_interleave(len(x), 1).to(x.device)
-        )
-        outputs = torch.cat([module(part) for part in _shift(images, shifts).split(batch_size)])
+    return torch.stack([elements // width, elements % width])
+
+
+def _under_shifts(
+    module: nn.Module, shifts: Tensor, x: Tensor, y: Tensor, batch_size: int
+) -> Iterator[Tensor]:
+    """Yield errors ``[shifts * n]`` of some shifts at a time."""
+    subsampled = y.ndim > 2 and (y.shape[-2] < x.shape[-2] or y.shape[-1] < x.shape[-1])
+    for some in shifts.split(max(batch_size // len(x), 1), dim=1):
+        n = some.shape[1]
+        images = x.repeat(n, *[1] * (x.ndim - 1))
+        targets = y.repeat(n, *[1] * (y.ndim - 1))
+        by = some.repeat_interleave(len(x), 1).to(x.device)
+        outputs = _in_batches(module, _shift(images, by), batch_size)
+        if subsampled:
+            by = _best_shifts(outputs, targets)
         if y.ndim > 2:
-            subsampled = y.shape[-2] < height or y.shape[-1] < width
-            targets = _shift(targets, _best_shifts(outputs, targets) if subsampled else shifts)
+            targets = _shift(targets, by)
         yield _relative(outputs, targets)
 
 
+def _in_batches(module: nn.Module, x: Tensor, batch_size: int) -> Tensor:
+    return torch.cat([module(part) for part in x.split(batch_size)])
+
+
 def _shift(x: Tensor, shifts: Tensor) -> Tensor:
-    """Roll each of ``x`` ``[n, ..., height, width]`` by its own ``shifts`` ``[2, n]``, down and to the right."""
+    """Roll each of ``x`` ``[n, ..., height, width]`` by its own ``shifts`` ``[2, n]``."""
     for axis, shift in zip((-2, -1), shifts, strict=True):
         size = x.shape[axis]
         index = (torch.arange(size, device=x.device) - shift.unsqueeze(1)) % size
@@ -157,10 +186,9 @@ def _shift(x: Tensor, shifts: Tensor) -> Tensor:
 
 
 def _best_shifts(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the shifts ``[2, n]`` of ``targets`` that come closest to ``outputs``: those of the largest correlation."""
-    spectrum = (
-        torch.fft.rfft2(outputs.flatten(1, -3)) * torch.fft.rfft2(targets.flatten(1, -3)).conj()
-    )
+    """Return the shifts ``[2, n]`` of ``targets`` of the largest correlation with ``outputs``."""
+    there = torch.fft.rfft2(targets.flatten(1, -3))
+    spectrum = torch.fft.rfft2(outputs.flatten(1, -3)) * there.conj()
     width = outputs.shape[-1]
     best = torch.fft.irfft2(spectrum.sum(1), outputs.shape[-2:]).flatten(1).argmax(1)
     return torch.stack([best // width, best % width])
@@ -168,7 +196,6 @@ def _best_shifts(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _relative(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the distance of each output from its target, relative to the target, ``[n]``."""
-    norms = (
-        targets.flatten(1).norm(dim=1).clamp_min(torch.finfo(targets.dtype).tiny)
-    )  # 0 / 0 is no error
+    tiny = torch.finfo(targets.dtype).tiny  # 0 / 0 is no error
+    norms = targets.flatten(1).norm(dim=1).clamp_min(tiny)
     return (outputs - targets).flatten(1).norm(dim=1) / norms

@@ -1,11 +1,13 @@
-"""How invariant a network is, really: its predictions, its logits, and what it looks at, along the orbits of a group.
+"""How invariant a network really is: its predictions, its logits and its saliency along orbits.
 
-A network that classifies every turned image rightly need not be invariant: it may have learnt each turn on its own, from the
-training images, and then nothing is known of others. Three measures tell (after Moskalev et al., *On genuine invariance learning
-without weight-tying*, 2023), on any inputs, in or out of the distribution of the training images, with labels or without: they
-are 0, 0 and 1 for a network that is invariant by construction.
+A network that classifies every rotated image correctly need not be invariant: it may have
+learnt each rotation on its own, from the training images, and then nothing is known of others.
+Three measures tell (after Moskalev et al., *On genuine invariance learning without
+weight-tying*, 2023), on any inputs, in or out of the distribution of the training images, with
+labels or without: they are 0, 0 and 1 for a network that is invariant by construction.
 
-The network is evaluated in evaluation mode, and an ``InvariantModel`` with its fixed draws, as for predictions.
+The network is evaluated in evaluation mode, and an ``InvariantModel`` with its fixed draws, as
+for predictions.
 """
 
 from __future__ import annotations
@@ -19,14 +21,9 @@ from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import Augmentation, check_n_samples
 from laplace_invariance.draws import fixed_draws
-from laplace_invariance.metrics.orbits import (
-    Data,
-    GroupLike,
-    Orbit,
-    batches,
-    check_outputs,
-)
+from laplace_invariance.metrics.orbits import Data, GroupLike, Orbit, batches, check_outputs
 from laplace_invariance.modes import evaluation
+from laplace_invariance.tables import table
 
 __all__ = [
     "Invariance",
@@ -43,14 +40,14 @@ DIVERGENCES = ("js", "kl")
 
 @torch.no_grad()
 def _along(model: nn.Module, data: Data, orbit: Orbit, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return outputs at the inputs ``[n, outputs]``, and along their orbits ``[n, size, outputs]``."""
-    plain, moved = [], []
+    """Return outputs at inputs ``[n, outputs]``, and along orbits ``[n, size, outputs]``."""
+    plain, along = [], []
     with evaluation(model):
         for x in batches(data, model, max(batch_size // orbit.size, 1)):
             rows = orbit.all(x).flatten(0, 1)
             plain.append(check_outputs(model(x), len(x)))
-            moved.append(check_outputs(model(rows), len(rows)).unflatten(0, (len(x), -1)))
-    return torch.cat(plain), torch.cat(moved)
+            along.append(check_outputs(model(rows), len(rows)).unflatten(0, (len(x), -1)))
+    return torch.cat(plain), torch.cat(along)
 
 
 def predictive_invariance(
@@ -62,28 +59,33 @@ def predictive_invariance(
     n_samples: int = 8,
     batch_size: int = 512,
 ) -> float:
-    """Return how far class probabilities at ``g x`` are from those at ``x``, in nats: 0 if they never change.
+    """Return how far class probabilities at ``g x`` are from those at ``x``, in nats.
 
-    The mean, over inputs and transformations, of a divergence of the two distributions. That of Jensen and Shannon is symmetric
-    and at most log 2 = 0.69, so that no single overconfident image decides the mean, as it may for that of Kullback and Leibler.
+    It is the mean, over inputs and transformations, of a divergence of the two distributions, 0
+    if they never change. That of Jensen and Shannon is symmetric and at most log 2 = 0.69, so
+    that no single overconfident image decides the mean, as it may for that of Kullback and
+    Leibler.
 
     Args:
-        model: maps inputs to logits ``[n, classes]``.
-        data: inputs ``[n, ...]``, or a loader of them, or of tuples whose first entries they are.
-        group: ``"p4"`` or another name, a :class:`~laplace_invariance.layers.Group` or an augmentation; the identity does not
-            count, and elements of a finite group count alike.
+        model: Maps inputs to logits ``[n, classes]``.
+        data: Inputs ``[n, ...]``, or a loader of them, or of tuples whose first entries they
+            are.
+        group: ``"p4"`` or another name, a :class:`~laplace_invariance.layers.Group` or an
+            augmentation; the identity does not count, and elements of a finite group count
+            alike.
         divergence: ``"js"``, or ``"kl"`` for ``KL(p(x) | p(g x))``.
-        n_samples: fixed draws of an augmentation that is not a finite group.
-        batch_size: rows to evaluate at a time.
+        n_samples: Number of fixed draws of an augmentation that is not a finite group.
+        batch_size: Number of rows to evaluate at a time.
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"unknown divergence {divergence!r}; choose from {', '.join(DIVERGENCES)}")
-    outputs, moved = _along(model, data, Orbit(group, n_samples), batch_size)
+    outputs, along = _along(model, data, Orbit(group, n_samples), batch_size)
     if outputs.shape[1] < 2:
         raise ValueError(
             f"class probabilities need two logits or more, got outputs {list(outputs.shape)}"
         )
-    p, q = outputs.log_softmax(-1).unsqueeze(1), moved.log_softmax(-1)
+    p = outputs.log_softmax(-1).unsqueeze(1)
+    q = along.log_softmax(-1)
     if divergence == "kl":
         return _kl(p, q).mean().item()
     middle = torch.logaddexp(p, q) - math.log(2)
@@ -91,47 +93,57 @@ def predictive_invariance(
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return the divergence of distributions given by logarithms ``[..., classes]``, not negative in spite of rounding."""
+    """Return the divergence of log probabilities ``[..., classes]``, not negative by rounding."""
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
 def logit_invariance(
     model: nn.Module, data: Data, group: GroupLike, *, n_samples: int = 8, batch_size: int = 512
 ) -> float:
-    """Return ``E |f(g x) - f(x)|^2 / E |f(x') - f(x)|^2``: 0 if outputs never change, 1 if like those of another input.
+    """Return ``E |f(g x) - f(x)|^2 / E |f(x') - f(x)|^2``.
 
-    The denominator has all pairs of inputs, which is twice the variance of outputs over the data. So neither scale nor offset of
-    the outputs matter, and a network is not called invariant for hardly reacting to anything.
+    It is 0 if outputs never change, and 1 if they are like those of another input. The
+    denominator has all pairs of inputs, which is twice the variance of outputs over the data.
+    So neither scale nor offset of the outputs matter, and a network is not called invariant for
+    being insensitive to everything.
 
     Args:
-        model: maps inputs to ``[n, outputs]``.
-        data, group, n_samples, batch_size: as for :func:`predictive_invariance`; two inputs or more.
+        model: Maps inputs to ``[n, outputs]``.
+        data: Two inputs or more, as for :func:`predictive_invariance`.
+        group: The group, as for :func:`predictive_invariance`.
+        n_samples: Number of fixed draws of an augmentation that is not a finite group.
+        batch_size: Number of rows to evaluate at a time.
     """
-    outputs, moved = _along(model, data, Orbit(group, n_samples), batch_size)
+    outputs, along = _along(model, data, Orbit(group, n_samples), batch_size)
     if len(outputs) < 2:
         raise ValueError(
             "logit_invariance compares with other inputs, so it needs two or more, got 1"
         )
-    change = (moved - outputs.unsqueeze(1)).square().sum(-1).mean()
+    change = (along - outputs.unsqueeze(1)).square().sum(-1).mean()
     spread = 2 * outputs.var(0).sum()
-    return (
-        change / spread.clamp_min(torch.finfo(spread.dtype).tiny)
-    ).item()  # a constant is invariant
+    tiny = torch.finfo(spread.dtype).tiny  # a constant is invariant
+    return (change / spread.clamp_min(tiny)).item()
 
 
 def saliency_invariance(
     model: nn.Module, data: Data, group: GroupLike, *, n_samples: int = 8, batch_size: int = 512
 ) -> float:
-    """Return how alike saliency maps at ``g x``, moved back, and at ``x`` are: 1 if it looks at the same, wherever that is.
+    """Return the similarity of saliency maps at ``g x``, transformed back, with those at ``x``.
 
-    The saliency map is the gradient, in the input, of the logit of the class that is predicted at ``x``. That at ``g x`` is moved
-    back by the transpose of ``g`` as a linear map on images, which makes it the gradient of ``f(g x)`` in ``x``: exact for turns
-    and flips, whose transpose is their inverse, and, by the chain rule, the very map that an invariant network has at ``x`` where
-    ``g`` interpolates. What leaves the image has no part in it: the cosine of the two maps has the pixels that ``g`` keeps.
+    It is 1 if the network looks at the same parts of an image, wherever these are. The saliency
+    map is the gradient, in the input, of the logit of the class that is predicted at ``x``.
+    That at ``g x`` is transformed back by the transpose of ``g`` as a linear map on images,
+    which makes it the gradient of ``f(g x)`` in ``x``: exact for quarter turns and flips, whose
+    transpose is their inverse, and, by the chain rule, the very map that an invariant network
+    has at ``x`` where ``g`` interpolates. What leaves the image has no part in it: the cosine
+    of the two maps has the pixels that ``g`` keeps.
 
     Args:
-        model: maps inputs to ``[n, outputs]``, differentiable in its input.
-        data, group, n_samples, batch_size: as for :func:`predictive_invariance`.
+        model: Maps inputs to ``[n, outputs]``, differentiable in its input.
+        data: Inputs, as for :func:`predictive_invariance`.
+        group: The group, as for :func:`predictive_invariance`.
+        n_samples: Number of fixed draws of an augmentation that is not a finite group.
+        batch_size: Number of rows to evaluate at a time.
     """
     orbit = Orbit(group, n_samples)
     cosines = []
@@ -143,85 +155,90 @@ def saliency_invariance(
 
 def _saliency_cosines(model: nn.Module, x: Tensor, orbit: Orbit) -> Tensor:
     """Return cosines ``[n, size]`` of the saliency at ``x`` and those along its orbit."""
-    moved = orbit.all(x)
+    transformed = orbit.all(x)
     outputs = check_outputs(model(x), len(x))
     classes = outputs.argmax(-1, keepdim=True)
-    (own,) = torch.autograd.grad(
-        outputs.gather(1, classes).sum(), x, allow_unused=True, materialize_grads=True
-    )
-    rows = moved.detach().flatten(0, 1).requires_grad_()
-    logits = check_outputs(model(rows), len(rows)).gather(
-        1, classes.repeat_interleave(orbit.size, 0)
-    )
-    (there,) = torch.autograd.grad(logits.sum(), rows, allow_unused=True, materialize_grads=True)
-    there = there.unflatten(0, moved.shape[:2])
+    own = _saliency(outputs, classes, x)
+    rows = transformed.detach().flatten(0, 1).requires_grad_()
+    along = check_outputs(model(rows), len(rows))
+    there = _saliency(along, classes.repeat_interleave(orbit.size, 0), rows)
+    there = there.unflatten(0, transformed.shape[:2])
     cosines = []
-    for part, map_there in zip(moved.unbind(1), there.unbind(1), strict=True):
-        (back,) = torch.autograd.grad(part, x, map_there, retain_graph=True)
+    for part, saliency in zip(transformed.unbind(1), there.unbind(1), strict=True):
+        (back,) = torch.autograd.grad(part, x, saliency, retain_graph=True)
         (kept,) = torch.autograd.grad(part.sum(), x, retain_graph=True)
         cosines.append(_cosine((own * (kept != 0)).flatten(1), back.flatten(1)))
     return torch.stack(cosines, 1)
 
 
+def _saliency(outputs: Tensor, classes: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient in ``x`` of the logit of one class ``[n, 1]`` of each row."""
+    logits = outputs.gather(1, classes)
+    (found,) = torch.autograd.grad(logits.sum(), x, allow_unused=True, materialize_grads=True)
+    return found
+
+
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
     """Return cosines ``[n]`` of rows; 1 if both are zero, 0 if one is."""
-    sizes = a.norm(dim=1), b.norm(dim=1)
-    product = sizes[0] * sizes[1]
-    return torch.where(product > 0, (a * b).sum(1) / product, (sizes[0] == sizes[1]).to(a.dtype))
+    size_a = a.norm(dim=1)
+    size_b = b.norm(dim=1)
+    product = size_a * size_b
+    return torch.where(product > 0, (a * b).sum(1) / product, (size_a == size_b).to(a.dtype))
 
 
 class InvarianceError:
-    """The invariance error as a penalty, ``E |f(g x) - f(x)|^2 / 2`` over a batch and random transformations.
+    """The invariance error as a penalty, ``E |f(g x) - f(x)|^2 / 2``, over random transformations.
 
-    Add it to the loss of any training loop, ``loss + strength * penalty(model, x)``, or give it to ours,
-    ``marglik_training(..., objective=Regularised(penalty, strength))``. Both inputs go through the network in one batch; an
-    ``InvariantModel`` has draws of its own for each.
+    Add it to the loss of any training loop, ``loss + strength * penalty(model, x)``, or give it
+    to ours, ``marglik_training(..., objective=Regularised(penalty, strength))``. Both inputs go
+    through the network in one batch; an ``InvariantModel`` has draws of its own for each.
 
     Args:
-        group: as for :func:`predictive_invariance`.
-        n_samples: random transformations of each input, without the identity.
-        generator: their source; None is torch's default generator.
+        group: The group, as for :func:`predictive_invariance`.
+        n_samples: Number of random transformations of each input, without the identity.
+        generator: Source of randomness; None is torch's default generator.
     """
 
     def __init__(
         self, group: GroupLike, n_samples: int = 1, generator: torch.Generator | None = None
     ) -> None:
-        self.orbit, self.n_samples, self.generator = (
-            Orbit(group),
-            check_n_samples(n_samples),
-            generator,
-        )
+        self.orbit = Orbit(group)
+        self.n_samples = check_n_samples(n_samples)
+        self.generator = generator
         if getattr(group, "draws", None) == "grid":
             raise ValueError(
-                "draws of a grid are always the same, and one is the identity; use draws='independent'"
+                "draws of a grid are always the same, and one is the identity; "
+                "use draws='independent'"
             )
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Return the error, differentiable in the weights of the model, for inputs ``x`` ``[n, ...]``."""
+        """Return the error for inputs ``x`` ``[n, ...]``, differentiable in the model's weights."""
         if not isinstance(x, Tensor) or not len(x):
             kind = "no inputs" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(
                 f"the invariance error is that of a batch of inputs, a tensor, got {kind}"
             )
-        rows = torch.cat(
-            [x.unsqueeze(1), self.orbit.random(x, self.n_samples, self.generator)], dim=1
-        )
-        outputs = check_outputs(model(rows.flatten(0, 1)), len(rows.flatten(0, 1))).unflatten(
-            0, rows.shape[:2]
-        )
+        along = self.orbit.random(x, self.n_samples, self.generator)
+        rows = torch.cat([x.unsqueeze(1), along], dim=1).flatten(0, 1)
+        outputs = check_outputs(model(rows), len(rows)).unflatten(0, (len(x), -1))
         return (outputs[:, 1:] - outputs[:, :1]).square().flatten(2).sum(-1).mean() / 2
 
-    def __repr__(self) -> str:  # a checkpoint is known by it
+    def __repr__(self) -> str:
+        # A checkpoint is known by it, so it must not say ranges, which may be being learnt.
         group = self.orbit.group
-        name = (
-            type(group).__name__ if isinstance(group, Augmentation) else repr(group.name)
-        )  # ranges may be being learnt
+        name = type(group).__name__ if isinstance(group, Augmentation) else repr(group.name)
         return f"InvarianceError({name}, n_samples={self.n_samples})"
 
 
 @dataclass(frozen=True)
 class Invariance:
-    """All three measures of one network on one data set."""
+    """All three measures of one network on one data set.
+
+    Attributes:
+        predictive: See :func:`predictive_invariance`.
+        logit: See :func:`logit_invariance`.
+        saliency: See :func:`saliency_invariance`.
+    """
 
     predictive: float
     logit: float
@@ -230,25 +247,23 @@ class Invariance:
 
 @dataclass(frozen=True)
 class InvarianceReport:
-    """What :func:`invariance_report` found, by network and data set; prints as a table."""
+    """Measures of several networks on several data sets; prints as a table.
+
+    Attributes:
+        rows: Measures by network and data set.
+    """
 
     rows: dict[str, dict[str, Invariance]]
 
     def __str__(self) -> str:
-        cells = [("network", "data", "predictive", "logit", "saliency")]
-        for name, found in self.rows.items():
-            for i, (data, one) in enumerate(found.items()):
-                numbers = (f"{one.predictive:.1e}", f"{one.logit:.1e}", f"{one.saliency:.3f}")
-                cells.append(("" if i else name, data, *numbers))
-        widths = [max(len(line[i]) for line in cells) for i in range(5)]
-        aligned = [
-            [
-                cell.rjust(w) if i > 1 else cell.ljust(w)
-                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            ]
-            for line in cells
-        ]
-        return "\n".join("  ".join(line) for line in aligned)
+        lines = [("network", "data", "predictive", "logit", "saliency")]
+        for network, found in self.rows.items():
+            name = network  # in the first of its lines
+            for data, one in found.items():
+                numbers = f"{one.predictive:.1e}", f"{one.logit:.1e}", f"{one.saliency:.3f}"
+                lines.append((name, data, *numbers))
+                name = ""
+        return table(lines, right=(2, 3, 4))
 
     __repr__ = __str__
 
@@ -264,18 +279,19 @@ def invariance_report(
     """Measure networks on data sets, say in and out of the distribution of their training data.
 
     Args:
-        models: by name.
-        data: by name, each as for :func:`predictive_invariance`; a loader is read three times for every network.
-        group, n_samples, batch_size: as for :func:`predictive_invariance`.
+        models: Networks by name.
+        data: Inputs by name, each as for :func:`predictive_invariance`; a loader is read three
+            times for every network.
+        group: The group, as for :func:`predictive_invariance`.
+        n_samples: Number of fixed draws of an augmentation that is not a finite group.
+        batch_size: Number of rows to evaluate at a time.
     """
-    options = {"n_samples": n_samples, "batch_size": batch_size}
+
     measures = (predictive_invariance, logit_invariance, saliency_invariance)
-    return InvarianceReport(
-        {
-            name: {
-                where: Invariance(*(measure(model, x, group, **options) for measure in measures))
-                for where, x in data.items()
-            }
-            for name, model in models.items()
-        }
-    )
+    rows: dict[str, dict[str, Invariance]] = {}
+    for name, model in models.items():
+        rows[name] = {}
+        for where, x in data.items():
+            options = {"n_samples": n_samples, "batch_size": batch_size}
+            rows[name][where] = Invariance(*(f(model, x, group, **options) for f in measures))
+    return InvarianceReport(rows)

@@ -1,6 +1,5 @@
-"""Pictures. Functions take and return matplotlib Axes; matplotlib is needed only when one is called."""
+"""Pictures: functions that take and return matplotlib Axes, and import matplotlib when called."""
 
-from laplace_invariance.plots.layers import KINDS, layer_precisions, layer_shares
 from laplace_invariance.plots.outcomes import (
     accuracies,
     bound_by_range,
@@ -8,6 +7,7 @@ from laplace_invariance.plots.outcomes import (
     orbit_codes,
     probability_by_angle,
 )
+from laplace_invariance.plots.paths import layer_precisions, layer_shares
 from laplace_invariance.plots.style import figure
 from laplace_invariance.plots.training import (
     errors,
@@ -21,7 +21,6 @@ from laplace_invariance.plots.training import (
 from laplace_invariance.plots.transformations import filter_bank, flow, samples, shapes
 
 __all__ = [
-    "KINDS",
     "accuracies",
     "bound_by_range",
     "errors",

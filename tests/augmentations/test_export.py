@@ -1,4 +1,4 @@
-"""Learnt augmentations as transforms of torchvision: the same distribution, on everything that a data set may hold."""
+"""Learnt augmentations as transforms of torchvision: the distribution, images, and workers."""
 
 import ast
 import math
@@ -61,27 +61,27 @@ def test_a_batch_is_transformed_as_by_the_augmentation(make, shape):
     augmentation, x = make(), torch.rand(5, *shape)
     if shape == (2,):  # a batch of points would be a set of points
         x = torch.rand(5, 7, 2)
-    moved = seeded(augmentation.to_transform(), x)
-    assert torch.equal(moved, seeded(augmentation, x))
-    assert not torch.equal(moved, x)
+    result = seeded(augmentation.to_transform(), x)
+    assert torch.equal(result, seeded(augmentation, x))
+    assert not torch.equal(result, x)
 
 
 @every_case
 def test_one_input_is_a_batch_of_one(make, shape):
     augmentation, x = make(), torch.rand(shape)
-    moved = seeded(augmentation.to_transform(), x)
-    assert moved.shape == x.shape
-    assert torch.equal(moved, seeded(augmentation, x.unsqueeze(0))[0])
+    result = seeded(augmentation.to_transform(), x)
+    assert result.shape == x.shape
+    assert torch.equal(result, seeded(augmentation, x.unsqueeze(0))[0])
 
 
 def test_every_element_of_a_batch_gets_its_own_draw():
     x = torch.rand(IMAGE).expand(4, -1, -1, -1)
-    moved = AffineImage(init=0.3).to_transform()(x)
-    assert len({tuple(image.flatten().tolist()) for image in moved}) == 4
+    result = AffineImage(init=0.3).to_transform()(x)
+    assert len({tuple(image.flatten().tolist()) for image in result}) == 4
 
 
 def largest_gap(values, width):
-    """Kolmogorov's distance of ``values`` from the uniform distribution on ``[-width, width]``, times sqrt(n)."""
+    """Kolmogorov's distance from the uniform distribution on ``[-width, width]``, times sqrt(n)."""
     n = len(values)
     levels = (values.sort().values / width + 1) / 2
     steps = torch.arange(n + 1) / n
@@ -105,8 +105,8 @@ def test_angles_of_images_are_uniform_in_the_learnt_range():
     across = torch.linspace(-1, 1, 33)
     spot = torch.exp(-50 * ((across - 0.5) ** 2 + across.unsqueeze(1) ** 2))  # right of the centre
     transform = AffineImage(init={"rotation": 1.2}).to_transform()
-    turned = transform(spot.expand(1000, 1, 33, 33)).squeeze(1)
-    x, y = (turned * across).sum((1, 2)), -(turned * across.unsqueeze(1)).sum((1, 2))
+    rotated = transform(spot.expand(1000, 1, 33, 33)).squeeze(1)
+    x, y = (rotated * across).sum((1, 2)), -(rotated * across.unsqueeze(1)).sum((1, 2))
     assert largest_gap(torch.atan2(y, x), 1.2) < 1.95
 
 
@@ -129,13 +129,13 @@ def test_elements_of_a_group_come_by_their_weight():
 def test_uint8_images_are_rounded():
     augmentation = AffineImage(init=0.3)
     x = torch.randint(256, IMAGE, dtype=torch.uint8)
-    moved = seeded(augmentation.to_transform(), x)
-    assert moved.dtype == torch.uint8
+    result = seeded(augmentation.to_transform(), x)
+    assert result.dtype == torch.uint8
     expected = seeded(augmentation, x.float().unsqueeze(0) / 255)[0]
-    torch.testing.assert_close(moved.float() / 255, expected, atol=0.51 / 255, rtol=0)
+    torch.testing.assert_close(result.float() / 255, expected, atol=0.51 / 255, rtol=0)
 
 
-@pytest.mark.parametrize("augmentation", [FiniteGroup("flips"), Colour()])
+@pytest.mark.parametrize("augmentation", [FiniteGroup("flips"), Colour()], ids=["flips", "colour"])
 def test_uint8_images_are_kept_by_the_identity(augmentation):
     x = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(3, -1, -1)
     assert torch.equal(augmentation.to_transform()(x), x)
@@ -144,10 +144,10 @@ def test_uint8_images_are_kept_by_the_identity(augmentation):
 def test_colours_are_clamped():
     colour = Colour(init={"brightness": 2.0, "hue": 2.0})
     x = torch.rand(50, *IMAGE)
-    moved = seeded(colour.to_transform(), x)
-    assert moved.min() == 0
-    assert moved.max() == 1
-    torch.testing.assert_close(moved, seeded(colour, x).clamp(0, 1))
+    result = seeded(colour.to_transform(), x)
+    assert result.min() == 0
+    assert result.max() == 1
+    torch.testing.assert_close(result, seeded(colour, x).clamp(0, 1))
     as_bytes = (255 * x).round().to(torch.uint8)
     expected = seeded(colour, as_bytes.float() / 255).clamp(0, 1)
     torch.testing.assert_close(
@@ -168,10 +168,10 @@ def test_tv_images_stay_images():
         AffineImage(init=0.3).to_transform(),
         tv_tensors.Image(torch.randint(256, IMAGE, dtype=torch.uint8)),
     )
-    moved = seeded(transform, x)
-    assert type(moved) is tv_tensors.Image
+    result = seeded(transform, x)
+    assert type(result) is tv_tensors.Image
     assert torch.equal(
-        moved.as_subclass(torch.Tensor), seeded(transform, x.as_subclass(torch.Tensor))
+        result.as_subclass(torch.Tensor), seeded(transform, x.as_subclass(torch.Tensor))
     )
     assert type(transform(tv_tensors.Image(torch.rand(2, *IMAGE)))) is tv_tensors.Image
 
@@ -179,26 +179,30 @@ def test_tv_images_stay_images():
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA"])
 def test_pil_images_stay_pil_images(mode):
     transform, image = AffineImage(init=0.3).to_transform(), picture(mode)
-    moved = seeded(transform, image)
-    assert isinstance(moved, PIL.Image.Image)
-    assert (moved.mode, moved.size) == (mode, image.size)
-    assert torch.equal(pixels(moved), seeded(transform, pixels(image)))
+    result = seeded(transform, image)
+    assert isinstance(result, PIL.Image.Image)
+    assert (result.mode, result.size) == (mode, image.size)
+    assert torch.equal(pixels(result), seeded(transform, pixels(image)))
 
 
 # samples
 
 
 @pytest.mark.parametrize(
-    "make", [picture, lambda: tv_tensors.Image(torch.rand(IMAGE)), lambda: torch.rand(IMAGE)]
+    "make",
+    [picture, lambda: tv_tensors.Image(torch.rand(IMAGE)), lambda: torch.rand(IMAGE)],
+    ids=["PIL", "tv_tensor", "tensor"],
 )
 @pytest.mark.parametrize(
-    "label", [3, "cat", torch.tensor(3), torch.tensor(0.5), torch.tensor([3, 4]), None]
+    "label",
+    [3, "cat", torch.tensor(3), torch.tensor(0.5), torch.tensor([3, 4]), None],
+    ids=["int", "str", "integer tensor", "number", "vector", "none"],
 )
 def test_labels_pass(make, label):
     transform, image = AffineImage(init=0.3).to_transform(), make()
-    moved, same = transform(image, label)
+    result, same = transform(image, label)
     assert same is label
-    assert type(moved) is type(image) or isinstance(image, PIL.Image.Image)
+    assert type(result) is type(image) or isinstance(image, PIL.Image.Image)
     sample = transform({"label": label, "image": image})  # first, too
     assert sample["label"] is label
     assert not torch.equal(v2.functional.to_image(sample["image"]), v2.functional.to_image(image))
@@ -216,12 +220,12 @@ def test_works_among_other_transforms():
     shape, colour = AffineImage(init=0.3).to_transform(), Colour(init=0.2).to_transform()
     to_floats = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     pipeline = v2.Compose([shape, *to_floats, colour, v2.Normalize([0.5] * 3, [0.5] * 3)])
-    moved, label = pipeline(picture(), 3)
-    assert moved.shape == IMAGE
+    result, label = pipeline(picture(), 3)
+    assert result.shape == IMAGE
     assert label == 3
 
 
-def test_masks_boxes_and_videos_are_refused():
+def test_masks_boxes_and_videos_are_rejected():
     boxes = tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(7, 5))
     transform, image = AffineImage(init=0.3).to_transform(), torch.rand(IMAGE)
     for other in (
@@ -244,9 +248,9 @@ def test_later_learning_changes_nothing(make, shape):
         transform = augmentation.to_transform()
         expected, words = seeded(transform, x), repr(transform)
         sum(tensor.sum() for _, tensor in named_hyperparameters(augmentation)).backward()
-        moved = seeded(transform, x)
-    assert torch.equal(moved, expected)
-    assert not moved.requires_grad
+        result = seeded(transform, x)
+    assert torch.equal(result, expected)
+    assert not result.requires_grad
     assert repr(transform) == words != repr(augmentation.to_transform())
     frozen = [tensor for _, tensor in named_hyperparameters(transform)]
     assert frozen
@@ -317,7 +321,7 @@ def test_workers_of_a_data_loader_draw_differently():
     assert len(seen) == 24
 
 
-class Complaints(Digits):
+class Errors(Digits):
     """What the transform says against its use."""
 
     def __getitem__(self, index):
@@ -326,10 +330,10 @@ class Complaints(Digits):
         return str(caught.value)
 
 
-def test_a_generator_in_workers_is_refused():
+def test_a_generator_in_workers_is_rejected():
     transform = AffineImage(init=0.3).to_transform(torch.Generator())
-    for (complaint,) in DataLoader(Complaints(transform), num_workers=1):
-        assert "workers would repeat each other" in complaint
+    for (message,) in DataLoader(Errors(transform), num_workers=1):
+        assert "workers would repeat each other" in message
 
 
 def test_torchvision_is_imported_by_the_export_only():
@@ -357,54 +361,56 @@ class Doubling(LieGroup):
         super().__init__(["scale"], torch.eye(2).unsqueeze(0), [math.inf])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda: Doubling().to_transform(), ValueError, "set input_ndims"),
-        (
-            lambda: AffineImage().to_transform()(torch.rand(7, 5)),
-            ValueError,
-            "3 dimensions, or of 4 with a batch",
-        ),
-        (
-            lambda: AffinePoints().to_transform()(torch.rand(2, 5, 7, 2)),
-            ValueError,
-            "1 or 2 dimensions, or of 3 with",
-        ),
-        (
-            lambda: AffineImage().to_transform()(torch.zeros(IMAGE).long()),
-            TypeError,
-            "nothing to transform",
-        ),
-        (
-            lambda: Sequence().to_transform()(torch.zeros(SIGNAL).long()),
-            TypeError,
-            "floating-point tensors",
-        ),
-        (
-            lambda: Sequence().to_transform()(torch.zeros(SIGNAL).byte()),
-            TypeError,
-            "floating-point tensors",
-        ),
-        (
-            lambda: Sequence().to_transform()(picture()),
-            TypeError,
-            "Sequence does not transform images",
-        ),
-        (
-            lambda: AffineImage().to_transform()(picture().convert("P")),
-            TypeError,
-            "got 'P'; convert",
-        ),
-        (
-            lambda: AffineImage().to_transform()(
-                [tv_tensors.Image(torch.rand(n, *IMAGE)) for n in (2, 3)]
-            ),
-            ValueError,
-            r"batches of \[2, 3\]",
-        ),
-    ],
-)
-def test_bad_input_is_refused(call, error, match):
+def batches():
+    return [tv_tensors.Image(torch.rand(n, *IMAGE)) for n in (2, 3)]
+
+
+REJECTED = {
+    "no input_ndims": (lambda: Doubling().to_transform(), ValueError, "set input_ndims"),
+    "no channels": (
+        lambda: AffineImage().to_transform()(torch.rand(7, 5)),
+        ValueError,
+        "3 dimensions, or of 4 with a batch",
+    ),
+    "four dimensions": (
+        lambda: AffinePoints().to_transform()(torch.rand(2, 5, 7, 2)),
+        ValueError,
+        "1 or 2 dimensions, or of 3 with",
+    ),
+    "integers": (
+        lambda: AffineImage().to_transform()(torch.zeros(IMAGE).long()),
+        TypeError,
+        "nothing to transform",
+    ),
+    "integer signals": (
+        lambda: Sequence().to_transform()(torch.zeros(SIGNAL).long()),
+        TypeError,
+        "floating-point tensors",
+    ),
+    "signals of bytes": (
+        lambda: Sequence().to_transform()(torch.zeros(SIGNAL).byte()),
+        TypeError,
+        "floating-point tensors",
+    ),
+    "picture for a signal": (
+        lambda: Sequence().to_transform()(picture()),
+        TypeError,
+        "Sequence does not transform images",
+    ),
+    "palette": (
+        lambda: AffineImage().to_transform()(picture().convert("P")),
+        TypeError,
+        "got 'P'; convert",
+    ),
+    "batch sizes": (
+        lambda: AffineImage().to_transform()(batches()),
+        ValueError,
+        r"batches of \[2, 3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), REJECTED.values(), ids=REJECTED)
+def test_bad_input_is_rejected(call, error, match):
     with pytest.raises(error, match=match):
         call()

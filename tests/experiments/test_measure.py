@@ -1,66 +1,42 @@
-"""Networks trained and measured, from end to end, and the command line."""
+"""``measure``: networks trained and measured from end to end, and its command line."""
 
 import json
-import math
 
-import numpy as np
 import pytest
 import torch
+from builders import assert_drawn, write_images
 
-from laplace_invariance import cli
-from laplace_invariance.experiments import measure as measurement
-from laplace_invariance.experiments.learn import Experiment, learn
-from laplace_invariance.experiments.measure import (
-    METHODS,
-    MeasuredNetwork,
-    MeasurementExperiment,
-    measure,
-)
+from laplace_invariance import marglik
+from laplace_invariance.experiments import measure as module
+from laplace_invariance.experiments.choices import MEASURE_METHODS
+from laplace_invariance.experiments.learn import LearnConfig, learn
+from laplace_invariance.experiments.measure import MeasureConfig, measure
 from laplace_invariance.metrics import JacobianSpectrum
 
 SMALL = {"n_train": 60, "n_test": 20, "n_epochs": 2}
-FILES = {f"{method}.json" for method in METHODS} | {
-    "experiment.json",
-    "invariance.png",
-    "report.txt",
-    "spectra.png",
-}
-
-
-@pytest.fixture
-def _single_precision(_double_precision):
-    torch.set_default_dtype(torch.float32)
-
-
-pytestmark = pytest.mark.usefixtures("_single_precision")
+FIGURES = {"invariance.png", "spectra.png"}
+FILES = {"experiment.json", "report.txt", "summary.json"}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished experiment: what was asked, its directory, and what was measured."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    out = tmp_path_factory.mktemp("measure") / "new"
-    experiment = MeasurementExperiment(**SMALL)
-    state = torch.get_rng_state()
-    said = []
-    measured = measure(experiment, out=out, say=said.append)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert said == [f"{method}: {words}" for method, words in METHODS.items()]
-    torch.set_default_dtype(before)
-    return experiment, out, measured
+def finished(run_once):
+    """A finished experiment: its configuration, directory and result."""
+    return run_once(measure, MeasureConfig(**SMALL))
 
 
 def test_directory_has_everything(finished):
-    _, out, measured = finished
-    assert {path.name for path in out.iterdir()} == FILES
-    for method, network in measured.networks.items():
-        assert MeasuredNetwork.read(out / f"{method}.json") == network
+    config, out, result = finished
+    assert {path.name for path in out.iterdir()} == FILES | FIGURES
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["experiment"]["group"] == config.group
+    assert list(summary["networks"]) == list(MEASURE_METHODS)
+    for method, network in result.networks.items():
+        assert summary["networks"][method]["accuracy"] == network.accuracy
         assert set(network.invariance) == {"digits", "negatives"}
         assert network.epochs == [1, 2]
+        assert isinstance(network.spectra[0], JacobianSpectrum)
         assert len(network.spectra[0].singular_values) == 10
-    assert (out / "report.txt").read_text() == f"{measured}\n"
-    assert isinstance(measured.networks["plain"].spectra[0], JacobianSpectrum)
+    assert (out / "report.txt").read_text() == f"{result}\n"
 
 
 def test_networks_are_what_their_names_say(finished):
@@ -71,201 +47,128 @@ def test_networks_are_what_their_names_say(finished):
         assert found.saliency > 1 - 1e-5
     for method in ("plain", "augmented", "regularised"):
         assert networks[method].invariance["digits"].logit > 1e-3
-    assert set(networks["evidence"].ranges) == {
-        "identity",
-        "quarter_turn",
-        "half_turn",
-        "three_quarter_turn",
-    }
+    turns = {"identity", "quarter_turn", "half_turn", "three_quarter_turn"}
+    assert set(networks["evidence"].ranges) == turns
     assert networks["plain"].ranges == {}
-    assert networks["tied"].accuracy == networks["tied"].accuracy_turned
+    assert networks["tied"].accuracy == networks["tied"].accuracy_transformed
 
 
-@pytest.mark.parametrize("name", ["invariance.png", "spectra.png"])
+@pytest.mark.parametrize("name", sorted(FIGURES))
 def test_figures_are_not_blank(finished, name):
-    from matplotlib.image import imread
-
-    pixels = imread(finished[1] / name)[::3, ::3, :3]
-    assert min(pixels.shape[:2]) > 100
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 30
-    assert (pixels < 0.9).any(-1).mean() > 0.01
+    assert_drawn(finished[1] / name)
 
 
-def test_finished_experiment_is_read_and_not_overwritten(finished, monkeypatch):
-    experiment, out, measured = finished
+def test_finished_networks_are_read_and_not_trained_again(finished, monkeypatch):
+    config, out, result = finished
     with pytest.raises(FileExistsError, match="--resume"):
-        measure(experiment, out=out)
+        measure(config, out)
     with pytest.raises(ValueError, match="another experiment: it differs in group, seed"):
-        measure(MeasurementExperiment(group="rotations", seed=1, **SMALL), out=out, resume=True)
+        measure(MeasureConfig(group="rotations", seed=1, **SMALL), out, resume=True)
     with pytest.raises(ValueError, match="is of another kind of experiment"):
-        learn(Experiment(), out, resume=True)
-    monkeypatch.setattr(measurement, "_measure", None)  # nothing is left to train
-    again = measure(experiment, out=out, resume=True)
-    assert again == measured
-    assert str(again) == str(measured)
+        learn(LearnConfig(), out, resume=True)
+    monkeypatch.setattr(module, "marglik_training", None)  # nothing is left to train
+    again = measure(config, out, resume=True)
+    assert again == result
+    assert str(again) == str(result)
 
 
-def test_interrupted_experiment_goes_on(finished, tmp_path, monkeypatch):
-    experiment, _, whole = finished
-    train, trained = measurement._measure, []
+def test_interrupted_experiment_resumes(finished, tmp_path, monkeypatch):
+    whole = finished[2]
+    config = MeasureConfig(methods=("plain", "regularised"), **SMALL)
+    calls = []
 
-    def dies(experiment, method, *others):
-        if method == "regularised" and "regularised" not in trained:
-            trained.append(method)
+    def dies_in_the_second_call(*arguments, **options):
+        calls.append(options["objective"])
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        trained.append(method)
-        return train(experiment, method, *others)
+        return marglik.marglik_training(*arguments, **options)
 
-    monkeypatch.setattr(measurement, "_measure", dies)
-    methods = ("plain", "regularised")
+    monkeypatch.setattr(module, "marglik_training", dies_in_the_second_call)
     with pytest.raises(KeyboardInterrupt):
-        measure(experiment, methods, tmp_path)
-    resumed = measure(experiment, methods, tmp_path, resume=True)
-    assert trained == ["plain", "regularised", "regularised"]
-    for method in methods:
+        measure(config, tmp_path)
+    resumed = measure(config, tmp_path, resume=True)
+    assert len(calls) == 3  # the first network was read
+    for method in config.methods:
         found, expected = resumed.networks[method], whole.networks[method]
         assert (found.invariance, found.spectra) == (expected.invariance, expected.spectra)
 
 
-def test_images_are_turned_for_those_who_learn_from_turned_ones():
-    split, data = measurement._data(MeasurementExperiment(**SMALL))
-    assert torch.equal(data["negatives"], 1 - data["digits"])
-    group = measurement.GROUPS["quarter-turns"][0]()
+def test_networks_of_earlier_calls_stay_in_the_report(tmp_path):
+    short = SMALL | {"n_epochs": 1}
+    measure(MeasureConfig(methods=("tied",), **short), tmp_path)
+    result = measure(MeasureConfig(methods=("plain",), **short), tmp_path, resume=True)
+    assert list(result.networks) == ["plain", "tied"]
+    assert "tied" in (tmp_path / "report.txt").read_text()
 
-    def epochs(method):
-        loader = measurement._loaders(method, group, split)["train_loader"]
-        return [
-            {tuple(image.flatten().tolist()) for x, _ in loader for image in x} for _ in range(2)
-        ]
 
-    upright = {tuple(image.flatten().tolist()) for image in split.x_train}
-    for method, (first, second) in ((method, epochs(method)) for method in METHODS):
+def image_set(images):
+    return {tuple(image.flatten().tolist()) for image in images}
+
+
+def test_images_are_transformed_for_methods_that_learn_from_transformed_ones(monkeypatch):
+    epochs = {}
+
+    def spy(model, loader, **options):
+        epochs[method] = [image_set(torch.cat([x for x, _ in loader])) for _ in range(2)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "marglik_training", spy)
+    for method in MEASURE_METHODS:
+        with pytest.raises(KeyboardInterrupt):
+            measure(MeasureConfig(methods=(method,), **SMALL))
+    upright = epochs["plain"][0]
+    for method, (first, second) in epochs.items():
         assert (first == second) == (method in ("plain", "tied", "evidence"))
         assert (first == upright) == (method in ("plain", "tied"))
 
 
 def test_rotations_are_learnt_and_measured():
-    measured = measure(
-        MeasurementExperiment(group="rotations", n_samples=4, **SMALL), ["tied", "evidence"]
-    )
-    networks = measured.networks
+    config = MeasureConfig(group="rotations", methods=("tied", "evidence"), n_samples=4, **SMALL)
+    networks = measure(config).networks
     assert 1e-6 < networks["tied"].invariance["digits"].logit < 1  # sampled, so not exact
     assert "degrees" in networks["evidence"].ranges["rotation"]
     assert list(networks["evidence"].ranges) == ["rotation"]
 
 
-def test_works_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setattr(measurement.importlib.util, "find_spec", lambda _: None)
-    measure(MeasurementExperiment(**SMALL | {"n_epochs": 1}), ["plain"], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "experiment.json",
-        "plain.json",
-        "report.txt",
-    }
+def test_data_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="both called 'digits'"):
+        measure(MeasureConfig(shifted="digits", **SMALL))
 
 
 # The command line.
 
 
-def write_images(path, size, seed=0):
-    source = np.random.default_rng(seed)
-    arrays = {}
-    for part, n in (("train", 50), ("test", 20)):
-        arrays[f"x_{part}"] = source.integers(0, 256, (n, size, size), dtype=np.uint8)
-        arrays[f"y_{part}"] = source.integers(0, 3, n)
-    np.savez(path, **arrays)
-    return str(path)
-
-
-def test_measure_prints_the_tables(tmp_path, capfd):
-    files = [
-        "--data",
-        write_images(tmp_path / "some.npz", 9),
-        "--shifted",
-        write_images(tmp_path / "others.npz", 9, 1),
-    ]
-    arguments = [
-        "measure",
-        *files,
-        "--method",
-        "plain",
-        "tied",
-        "--epochs",
-        "1",
-        "--strength",
-        "0.5",
-    ]
-    arguments += ["--out", str(tmp_path / "run")]
-    cli.main(arguments)
+def test_measure_prints_the_tables(tmp_path, capfd, run_cli):
+    some = write_images(tmp_path / "some.npz", 9)
+    others = write_images(tmp_path / "others.npz", 9, 1)
+    words = f"measure --data {some} --shifted {others} --method plain tied --epochs 1"
+    arguments = f"{words} --strength 0.5", "--out", tmp_path / "run"
+    run_cli(*arguments)
     out, err = capfd.readouterr()
-    for word in (
-        "some, quarter-turns, seed 0",
-        "others",
-        "predictive",
-        "saliency",
-        "singular values",
-        "spectra.png",
-    ):
+    assert "some, quarter-turns, seed 0" in out
+    for word in ("others", "predictive", "saliency", "singular values", "\n\nfiles", "spectra.png"):
         assert word in out
     assert "plain: trained on images as they are" in err
     saved = json.loads((tmp_path / "run" / "experiment.json").read_text())
     assert (saved["strength"], saved["n_epochs"], saved["group"]) == (0.5, 1, "quarter-turns")
-    cli.main([*arguments, "--resume", "--quiet"])
+    run_cli(*arguments, "--resume", "--quiet")
     again = capfd.readouterr()
     assert again.out == out
     assert again.err == ""
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"group": "p4"}, "unknown group 'p4'; choose from quarter-turns, rotations"),
-        ({"n_epochs": 0}, "n_epochs must be positive, got 0"),
-        ({"n_samples": 0}, "n_samples must be a positive integer, got 0"),
-        ({"strength": math.nan}, "strength must be finite and not negative, got nan"),
-    ],
-)
-def test_experiments_refuse(options, match):
-    with pytest.raises(ValueError, match=match):
-        MeasurementExperiment(**options)
-
-
-@pytest.mark.parametrize("methods", [[], ["magic"]])
-def test_unknown_methods_are_refused(methods):
-    with pytest.raises(
-        ValueError, match=r"methods must be some of plain, augmented.*got (none|\['magic'\])"
-    ):
-        measure(MeasurementExperiment(**SMALL), methods)
-
-
-@pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--data", "nothing"], "unknown source 'nothing'"),
-        (["--shifted", "nothing"], "unknown source 'nothing'"),
-        (
-            ["--shifted", "SIZE"],
-            r"images of other are \[1, 11, 11\], and those of digits \[1, 8, 8\]",
-        ),
-        (["--train", "100000"], "n_train must be between"),
-        (["--strength", "-1"], "strength must be finite and not negative, got -1"),
+        ("--data nothing", "unknown source 'nothing'"),
+        ("--shifted nothing", "unknown source 'nothing'"),
+        ("--shifted SIZE", r"images of other are \[1, 11, 11\], and those of digits \[1, 8, 8\]"),
+        ("--train 100000", "n_train must be between"),
+        ("--strength -1", "strength must be finite and not negative, got -1"),
     ],
 )
-def test_bad_arguments_are_explained_and_write_nothing(tmp_path, arguments, match):
-    if "SIZE" in arguments:
-        arguments = ["--shifted", write_images(tmp_path / "other.npz", 11)]
+def test_measure_explains_bad_arguments_and_writes_nothing(tmp_path, run_cli, arguments, match):
+    arguments = arguments.replace("SIZE", write_images(tmp_path / "other.npz", 11))
     with pytest.raises(SystemExit, match=match):
-        cli.main(["measure", *arguments, "--quiet", "--out", str(tmp_path / "out")])
+        run_cli(f"measure {arguments} --quiet --out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_networks_of_earlier_calls_stay_in_the_report(tmp_path):
-    experiment = MeasurementExperiment(**SMALL | {"n_epochs": 1})
-    measure(experiment, ["plain"], tmp_path)
-    assert list(measure(experiment, ["tied"], tmp_path, resume=True).networks) == ["plain", "tied"]
-    assert "plain" in (tmp_path / "report.txt").read_text()
-
-
-def test_data_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="both called 'digits'"):
-        measure(MeasurementExperiment(**SMALL | {"shifted": "digits"}), ["plain"])

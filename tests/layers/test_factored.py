@@ -1,13 +1,14 @@
-"""Factored layers: equal to their dense matrix, and their curvature to the dense GGN where theory says so."""
+"""Factored layers equal their dense matrix, and their curvature the dense GGN where it must."""
 
 import itertools
 
 import pytest
 import torch
+from builders import affine_matrix, place_of
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from twins import block_diagonal, central_differences, ggn, relative_error
+from twins import central_differences, ggn, relative_error
 
 from laplace_invariance.curvature import (
     AugmentedEF,
@@ -16,14 +17,11 @@ from laplace_invariance.curvature import (
     kfac,
     load_state_dict,
 )
-from laplace_invariance.layers import FactoredLinear2d, Linear2d, ResidualPathway, SlotLinear
-
-
-def dense_matrix(layer, shape):
-    """The matrix and the offset of an affine layer, from unit vectors."""
-    units = torch.eye(torch.Size(shape).numel()).unflatten(1, shape)
-    offset = layer(torch.zeros(1, *shape)).detach().flatten()
-    return layer(units).detach().flatten(1).T - offset.unsqueeze(1), offset
+from laplace_invariance.layers import (
+    FactoredLinear2d,
+    Linear2d,
+    SlotLinear,
+)
 
 
 def test_factored_equals_its_dense_matrix():
@@ -35,7 +33,7 @@ def test_factored_equals_its_dense_matrix():
     expected = torch.zeros(3, 6, 2, 20)
     for c_out, x_out, c, x in itertools.product(range(3), range(6), range(2), range(20)):
         expected[c_out, x_out, c, x] = theta_1[x_out, c_out, c] * theta_2[c_out, c, x]
-    matrix, offset = dense_matrix(layer, (2, 4, 5))
+    matrix, offset = affine_matrix(layer, (2, 4, 5))
     torch.testing.assert_close(matrix, expected.flatten(2).flatten(0, 1).detach())
     for c_out, x_out in itertools.product(range(3), range(6)):
         through = sum(theta_1[x_out, c_out, c] * layer.theta_2.bias[c_out] for c in range(2))
@@ -46,7 +44,7 @@ def test_factored_equals_its_dense_matrix():
 
 def test_dense_layer_is_a_linear_one():
     layer = Linear2d(2, 3, (4, 5), (3, 2))
-    matrix, offset = dense_matrix(layer, (2, 4, 5))
+    matrix, offset = affine_matrix(layer, (2, 4, 5))
     torch.testing.assert_close(matrix, layer.linear.weight.detach())
     torch.testing.assert_close(offset, layer.linear.bias.detach())
 
@@ -72,9 +70,6 @@ def test_starts_at_the_variance_that_it_says():
     assert 0.9 < Linear2d(20, 10, 8, 6)(x).std() < 1.1
 
 
-# Curvature.
-
-
 def classifier(channels=2, out_channels=3, n_classes=4):
     layer = FactoredLinear2d(channels, out_channels, (2, 3), (3, 1))
     return nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(3 * out_channels, n_classes))
@@ -82,15 +77,6 @@ def classifier(channels=2, out_channels=3, n_classes=4):
 
 def index_of(model, name):
     return [n for n, _ in model.named_parameters()].index(name)
-
-
-def place_of(model, name):
-    start = 0
-    for n, parameter in model.named_parameters():
-        if n == name:
-            return slice(start, start + parameter.numel())
-        start += parameter.numel()
-    raise AssertionError(name)
 
 
 def kfac_and_exact(model, x, name, **options):
@@ -142,7 +128,7 @@ def test_several_channels_are_approximate_and_per_slot_is_closer(channels, out_c
 
 
 def test_one_active_channel_per_datum_with_equal_gradients_pins_the_scale():
-    """One channel of each datum is not zero, each as often as any other, and all channels have the same gradient."""
+    """Each channel is the only one that is not zero in one datum; all have the same gradient."""
     C = 3
     model = nn.Sequential(FactoredLinear2d(C, 2, (2, 3), (1, 1), bias=False), nn.Flatten())
     with torch.no_grad():  # dz(:, c) is theta_1(:, c), the same for all c
@@ -155,14 +141,15 @@ def test_one_active_channel_per_datum_with_equal_gradients_pins_the_scale():
     _, kron = AugmentedGGN(model, "regression").kron(x, torch.zeros(C, 2), N=C)
     part = place_of(model, "0.theta_2.weight")
     exact = ggn(model, model(x), "regression").detach()[part, part]
-    # A_q = a a^T for each of C slots, G = (1 / C) sum_n sum_c g g^T = N g g^T: 1 / N times their product is exact here
+    # A_q = a a^T for each of C slots, G = (1 / C) sum_n sum_c g g^T = N g g^T: 1 / N times their
+    # product is exact here.
     torch.testing.assert_close(kron.to_matrix()[part, part], exact)
     _, kron = AugmentedGGN(model, "regression", per_slot=True).kron(x, torch.zeros(C, 2), N=C)
     torch.testing.assert_close(kron.to_matrix()[part, part], exact)
 
 
 def test_factors_are_those_of_the_block_matrix_in_the_papers():
-    """The layer as a dense one with inputs in slots and zeros elsewhere, at as many shared positions."""
+    """A dense layer with inputs in slots and zeros elsewhere, at as many shared positions."""
     slots, d_in, d_out, n, columns = 3, 5, 2, 7, 4
     a, g = torch.randn(n, 1, slots, d_in), torch.randn(n, columns, 1, slots, d_out)
     root = torch.randn(n, columns, columns)
@@ -276,56 +263,3 @@ def test_a_layer_that_is_not_called_has_factors_in_blocks_as_well():
         _, kron = backend.kron(torch.randn(2, 3), torch.tensor([0, 3]), N=2)
         assert [f.shape for f in kron.kfacs[2]] == [outer, (2, 3, 3)]
         assert all((f == 0).all() for f in kron.kfacs[2])
-
-
-# Pathways.
-
-
-def test_a_pathway_is_the_sum_of_its_paths():
-    conv, fc = nn.Conv2d(2, 3, 3, padding=1), FactoredLinear2d(2, 3, 4)
-    x = torch.randn(5, 2, 4, 4)
-    torch.testing.assert_close(ResidualPathway(conv, fc)(x), conv(x) + fc(x))
-    named = ResidualPathway(conv=conv, f_fc=fc)
-    assert list(named.paths) == ["conv", "f_fc"]
-    assert "f_fc.theta_1.weight" in dict(named.named_parameters())
-    with pytest.raises(
-        ValueError, match=r"same shape, got conv: \[5, 3, 4, 4\], f_fc: \[5, 3, 2, 2\]"
-    ):
-        ResidualPathway(conv=conv, f_fc=FactoredLinear2d(2, 3, 4, 2))(x)
-    torch.testing.assert_close(ResidualPathway(conv, conv)(x), 2 * conv(x))
-    with pytest.raises(ValueError, match="'0' is given in order and by name"):
-        ResidualPathway(conv, **{"0": fc})
-    with pytest.raises(ValueError, match="at least one path"):
-        ResidualPathway()
-    with pytest.raises(TypeError, match="'1' must be a module, got int"):
-        ResidualPathway(conv, 3)
-
-
-def test_paths_that_keep_the_size_are_pooled_together():
-    first, second, fc = (
-        nn.Conv2d(2, 3, 3, padding=1),
-        nn.Conv2d(2, 3, 1),
-        FactoredLinear2d(2, 3, 4, 2),
-    )
-    pool, x = nn.MaxPool2d(2), torch.randn(5, 2, 4, 4)
-    pathway = ResidualPathway(first, second, fc, pool=pool)
-    torch.testing.assert_close(pathway(x), pool(first(x) + second(x)) + fc(x))
-    assert list(pathway.paths) == ["0", "1", "2"]
-    torch.testing.assert_close(
-        ResidualPathway(first, second, pool=pool)(x), pool(first(x) + second(x))
-    )
-    with pytest.raises(ValueError, match=r"pooled 0: \[5, 3, 2, 2\], 1: \[5, 3, 3, 3\]"):
-        ResidualPathway(first, FactoredLinear2d(2, 3, 4, 3), pool=pool)(x)
-
-
-def test_the_curvature_of_a_pathway_is_that_of_its_paths():
-    paths = ResidualPathway(conv=nn.Conv2d(2, 3, 3, padding=1), f_fc=FactoredLinear2d(2, 3, 4))
-    model = nn.Sequential(paths, nn.Flatten(), nn.Linear(48, 4))
-    x, y = torch.randn(3, 2, 4, 4), torch.randint(4, (3,))
-    _, matrix = AugmentedGGN(model, "classification").full(x, y)
-    torch.testing.assert_close(matrix, ggn(model, model(x), "classification").detach())
-    _, kron = AugmentedGGN(model, "classification").kron(x, y, N=3)
-    exact = block_diagonal(matrix, model)
-    for name in ("0.conv.bias", "0.f_fc.theta_1.bias", "0.f_fc.theta_2.bias"):
-        part = place_of(model, name)
-        torch.testing.assert_close(kron.to_matrix()[part, part], exact[part, part])

@@ -1,40 +1,24 @@
-"""Group convolutions equal their formula, their rules equal autograd, and pooling keeps what it says."""
+"""Group convolutions equal their formula, and their rules share weights as they should."""
 
+import copy
 import itertools
+import pickle
+import re
 
 import pytest
 import torch
-from cases import GROUP, THREE, cycle, hue, name_of
+from builders import act, after_inverse
+from cases import GROUP, cycle, name_of
 from torch import nn
 
-from laplace_invariance.curvature import check_model
+from laplace_invariance.curvature import (
+    check_model,
+)
 from laplace_invariance.curvature.rules import rules
-from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
-from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
-from laplace_invariance.layers.symmetry import Group
-
-TURNS = {"p1": 1, "p2": 2, "p4": 4, "pm": 1, "p4m": 4}
-
-
-def act(group, element, x):
-    """An element on images, with torch's own turns and flips."""
-    if group.name not in TURNS:
-        return x if group.name == "hue" else x.roll(element, -2)
-    flips, turns = divmod(element, TURNS[group.name])
-    return (x.flip(-1) if flips else x).rot90(turns * 4 // TURNS[group.name], (-2, -1))
-
-
-def after_inverse(group, r, s):
-    """``r^-1 s``: the element which, followed by ``r``, is ``s``."""
-    if group.name not in TURNS:
-        return (s - r) % 3
-    probe = torch.arange(9).view(3, 3)
-    (found,) = [
-        q
-        for q in range(group.order)
-        if torch.equal(act(group, r, act(group, q, probe)), act(group, s, probe))
-    ]
-    return found
+from laplace_invariance.layers import (
+    GroupConv2d,
+    LiftingConv2d,
+)
 
 
 def source(position, size, mode):
@@ -51,7 +35,7 @@ def source(position, size, mode):
 
 
 def dense(layer, shape):
-    """Obviously correct, but slow: the matrix of a layer, entry by entry from the formulas of its docstring."""
+    """Obviously correct, but slow: the matrix of a layer, entry by entry from its formula."""
     lifting, group = isinstance(layer, LiftingConv2d), layer.group
     _, n_in, *order_in, height, width = shape
     n_out, order, groups = layer.out_channels, group.order, layer.groups
@@ -165,8 +149,6 @@ def test_initial_values_fill_their_range():
 
 
 def test_layers_print_their_settings_and_survive_copies():
-    import copy
-
     layer = GroupConv2d(3, 5, 3, group="p4m", kernel="pointwise")
     assert "kernel_size=(3, 3)" in repr(layer)
     assert "group='p4m', kernel='pointwise'" in repr(layer)
@@ -177,148 +159,95 @@ def test_layers_print_their_settings_and_survive_copies():
     assert torch.equal(twin(x), layer(x))
 
 
-# ----------------------------------------------------------------------------------------------------------- groups
+LIFTING_ERRORS = {
+    "kernel not square": ({"kernel_size": (3, 5)}, r"kernel_size must be the same .* got \(3, 5\)"),
+    "padding not square": ({"padding": (1, 2)}, "padding must be the same in both directions"),
+    "stride": ({"stride": 2}, "has no stride, .* got 2; subsample by PolyphasePool2d"),
+    "no kernel": ({"kernel_size": 0}, "kernel_size must be .* integers of at least 1, got 0"),
+    "one side more": ({"kernel_size": 2, "padding": "same"}, "would pad one side more"),
+    "padding": ({"padding": "most"}, "padding must be .* integers of at least 0, got 'most'"),
+    "padding mode": ({"padding_mode": "mirror"}, "padding_mode must be one of .*, got 'mirror'"),
+    "group": ({"group": "p6"}, "no group 'p6'"),
+    "permutations": ({"group": cycle()}, "no permutations of 3 x 3 positions"),
+    "groups": ({"groups": 2}, "channels that groups divide, got 3 and 5 with groups=2"),
+}
 
 
-@pytest.mark.parametrize("name", list(TURNS))
-def test_named_groups_are_turns_and_flips(name):
-    group, x = Group.of(name), torch.randn(2, 4, 4)
-    assert group.order == {"p1": 1, "p2": 2, "p4": 4, "pm": 2, "p4m": 8}[name]
-    for g in range(group.order):
-        torch.testing.assert_close(group.transform(x, g), act(group, g, x))
-        assert group.table[g, group.inverse[g]] == 0
-        for h in range(group.order):
-            product = group.transform(x, int(group.table[g, h]))
-            assert torch.equal(group.transform(group.transform(x, h), g), product)
-
-
-def test_groups_act_on_features():
-    group, x = Group.of("p4m"), torch.randn(2, 3, 8, 4, 4)
-    for g, h in itertools.product(range(8), range(8)):
-        moved = group.transform_features(x, g)
-        torch.testing.assert_close(
-            moved[:, :, h], act(group, g, x[:, :, after_inverse(group, g, h)])
-        )
-        twice, product = (
-            group.transform_features(moved, h),
-            group.transform_features(x, int(group.table[h, g])),
-        )
-        assert torch.equal(twice, product)
-
-
-def test_groups_without_turns_act_on_any_size():
-    x = torch.randn(3, 5)
-    assert torch.equal(Group.of("pm").transform(x, 1), x.flip(-1))
-    assert torch.equal(Group.of("p2").transform(x, 1), x.flip(-1, -2))
-    upside_down = Group.from_matrices("upside down", [[[1, 0], [0, 1]], [[-1, 0], [0, 1]]])
-    assert torch.equal(upside_down.transform(x, 1), x.flip(-2))
-    assert torch.equal(hue().transform(x, 2), x)
-    assert torch.equal(cycle().transform(x.T[:3, :1], 1), x.T[:3, :1].roll(1, 0))
-
-
-@pytest.mark.parametrize(
-    ("build", "match"),
-    [
-        (lambda: Group.of("p3"), "no group 'p3'; choose from p1, p2, p4, pm, p4m"),
-        (lambda: Group("odd", [[0, 1]]), r"square and hold integers, got torch.int64 \[1, 2\]"),
-        (lambda: Group("odd", [[0.0, 1.0], [1.0, 0.0]]), r"square and hold integers, got torch.float\d\d"),
-        (lambda: Group("odd", [[1, 0], [0, 1]]), "element 0 of group 'odd' is not the identity"),
-        (lambda: Group("odd", [[0, 1, 2], [1, 2, 0], [2, 1, 0]]), "a column of the table .* does not hold every"),
-        (lambda: Group("odd", [[0, 1, 2], [1, 0, 1], [2, 2, 0]]), "a (row|column) of the table .* does not hold every"),
-        (
-            lambda: Group(
-                "loop", [[0, 1, 2, 3, 4], [1, 0, 3, 4, 2], [2, 4, 0, 1, 3], [3, 2, 4, 0, 1], [4, 3, 1, 2, 0]]
-            ),
-            "not associative",
-        ),
-        (lambda: Group("odd", THREE, permutations={(3, 1): [[0, 1, 2]]}), r"needs permutations \[3, 3\]"),
-        (lambda: Group("odd", THREE, permutations={(3, 1): [[0, 1, 2]] * 2 + [[0, 0, 1]]}), "does not permute"),
-        (lambda: Group("odd", THREE, permutations={(1, 2): [[0, 1], [1, 0], [0, 1]]}), "do not multiply as"),
-        (lambda: Group("odd", [[0, 1], [1, 0]], [[[1, 0], [0, 1]], [[0, -1], [1, 0]]]), "do not multiply as"),
-        (lambda: Group("odd", [[0, 1], [1, 0]], [[[1, 0], [0, 1]], [[1, 1], [0, 1]]]), "signed permutation"),
-        (lambda: Group("odd", [[0]], [[[1, 0], [0, 1]]], {(1, 1): [[0]]}), "matrices and permutations"),
-        (lambda: Group.from_matrices("odd", [[[1, 0], [0, 1]], [[0, -1], [1, 0]]]), "product of two is missing"),
-        (lambda: Group.of("p4").transform(torch.randn(3, 5), 1), "height and width must agree, got 3 x 5"),
-        (lambda: cycle().taps(2, 2), "no permutations of 2 x 2 positions, only of 3 x 1"),
-        (lambda: Group.of("p4").transform_features(torch.randn(2, 3, 5, 4, 4), 1), r"\[n, channels, 4, height, width\]"),
-        (lambda: LiftingConv2d(3, 5, (3, 5)), r"kernel_size must be the same in both directions, got \(3, 5\)"),
-        (lambda: LiftingConv2d(3, 5, 3, padding=(1, 2)), "padding must be the same in both directions"),
-        (lambda: LiftingConv2d(3, 5, 3, stride=2), "PolyphasePool2d"),
-        (lambda: LiftingConv2d(3, 5, 0), "kernel_size must be one or two integers of at least 1, got 0"),
-        (lambda: LiftingConv2d(3, 5, 2, padding="same"), "padding='same' would pad one side more"),
-        (lambda: LiftingConv2d(3, 5, 3, padding="most"), "padding must be one or two integers"),
-        (lambda: LiftingConv2d(3, 5, 3, padding_mode="mirror"), "padding_mode must be one of .*, got 'mirror'"),
-        (lambda: LiftingConv2d(3, 5, 3, group="p6"), "no group 'p6'"),
-        (lambda: LiftingConv2d(3, 5, 3)(torch.randn(3, 6, 6)), r"\[n, 3, height, width\], got shape \[3, 6, 6\]"),
-        (lambda: LiftingConv2d(3, 5, 3)(torch.randn(2, 4, 6, 6)), r"got shape \[2, 4, 6, 6\]"),
-        (lambda: LiftingConv2d(3, 5, 3, group=cycle()), "no permutations of 3 x 3 positions"),
-        (lambda: GroupConv2d(3, 4, 3, groups=2), "channels that groups divide, got 3 and 4 with groups=2"),
-        (lambda: GroupConv2d(3, 5, 3, kernel="sparse"), "kernel must be one of full, pointwise, separable, got 'sparse'"),
-        (lambda: GroupConv2d(3, 5, 3)(torch.randn(2, 3, 6, 6)), r"\[n, 3, 4, height, width\], got shape \[2, 3, 6, 6\]"),
-        (lambda: GroupConv2d(3, 5, 3)(torch.randn(2, 3, 8, 6, 6)), r"got shape \[2, 3, 8, 6, 6\]"),
-        (lambda: PolyphasePool2d(0), "stride must be a positive integer, got 0"),
-        (lambda: PolyphasePool2d(3)(torch.randn(2, 3, 6, 8)), "stride 3 must divide height and width, got 6 x 8"),
-        (lambda: PolyphasePool2d()(torch.randn(3, 6, 8)), r"PolyphasePool2d needs .* got shape \[3, 6, 8\]"),
-        (lambda: GroupPool("sum"), "reduce must be one of mean, max, got 'sum'"),
-        (lambda: GroupPool()(torch.randn(2, 3, 6, 8)), r"GroupPool needs .* got shape \[2, 3, 6, 8\]"),
-    ],
-)  # fmt: skip
-def test_errors_say_what_was_found(build, match):
+@pytest.mark.parametrize(("options", "match"), LIFTING_ERRORS.values(), ids=LIFTING_ERRORS)
+@pytest.mark.parametrize("layer", [LiftingConv2d, GroupConv2d])
+def test_settings_that_are_not_allowed_are_named(layer, options, match):
     with pytest.raises(ValueError, match=match):
-        build()
+        layer(3, 5, **{"kernel_size": 3} | options)
 
 
-# ---------------------------------------------------------------------------------------------------------- pooling
+def test_unknown_options_are_named():
+    with pytest.raises(ValueError, match="one of full, pointwise, separable, got 'sparse'"):
+        GroupConv2d(3, 5, 3, kernel="sparse")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kernel'"):
+        LiftingConv2d(3, 5, 3, kernel="full")
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 6, 9), (5, 2, 4, 6, 9)])
-def test_polyphase_pool_keeps_the_largest_component_of_each_image(shape):
-    x = torch.randn(shape)
-    kept = PolyphasePool2d(3)(x)
-    chosen = set()
-    for image, result in zip(x, kept, strict=True):
-        components = [image[..., i::3, j::3] for i, j in itertools.product(range(3), range(3))]
-        best = max(range(9), key=lambda k, parts=components: float(parts[k].abs().max()))
-        assert torch.equal(result, components[best])
-        chosen.add(best)
-    assert len(chosen) > 1  # or images would not be told apart
+@pytest.mark.parametrize("shape", [(3, 6, 6), (2, 4, 6, 6)], ids=str)
+def test_lifting_names_shapes_that_do_not_fit(shape):
+    found = re.escape(str(list(shape)))
+    with pytest.raises(ValueError, match=rf"needs \[n, 3, height, width\], got shape {found}"):
+        LiftingConv2d(3, 5, 3)(torch.randn(shape))
 
 
-def test_polyphase_pool_breaks_ties_by_the_l2_norm():
-    x = torch.ones(1, 1, 4, 6)
-    x[0, 0, :, ::2] = 0.5  # components (i, 0) have less
-    x[0, 0, 0, 0] = 1.0  # and yet all but one of them share the largest value
-    x[0, 0, 2, 3] = 0.0
-    assert torch.equal(PolyphasePool2d()(x), x[..., 1::2, 1::2])
+@pytest.mark.parametrize("shape", [(2, 3, 6, 6), (2, 3, 8, 6, 6), (2, 4, 4, 6, 6)], ids=str)
+def test_group_convolution_names_shapes_that_do_not_fit(shape):
+    found = re.escape(str(list(shape)))
+    with pytest.raises(ValueError, match=rf"\[n, 3, 4, height, width\], got shape {found}"):
+        GroupConv2d(3, 5, 3)(torch.randn(shape))
 
 
-def test_polyphase_pool_takes_ties_up_to_rounding():
-    x = torch.ones(1, 1, 4, 4)
-    x[..., ::2, 1::2] += torch.finfo(x.dtype).eps
-    x[0, 0, 0, 1] = 0.0
-    x[0, 0, 0, 0] = x[0, 0, 1, 0] = 0.5
-    assert torch.equal(PolyphasePool2d()(x), x[..., 1::2, 1::2])
+# The index by which the rule looks entries up.
 
 
-def test_gradients_flow_through_the_kept_component():
-    x = torch.randn(2, 3, 4, 6, requires_grad=True)
-    y = PolyphasePool2d()(x)
-    weights = torch.randn_like(y)
-    (gradient,) = torch.autograd.grad(y, x, weights)
-    torch.testing.assert_close(gradient[gradient != 0].sum(), weights.sum())
-    assert (gradient != 0).sum() == weights.numel()
-    assert torch.autograd.gradcheck(PolyphasePool2d(), x)
+def test_elements_read_an_image_in_their_own_order():
+    numbers = torch.arange(1, 5).view(1, 1, 2, 2)
+    index = LiftingConv2d(1, 1, 2).patch_index(numbers)
+    assert index.squeeze().tolist() == [[1, 2, 3, 4], [3, 1, 4, 2], [4, 3, 2, 1], [2, 4, 1, 3]]
 
 
-def test_group_pool():
-    x = torch.randn(2, 3, 4, 5, 7)
-    assert torch.equal(GroupPool()(x), x.mean(2))
-    assert torch.equal(GroupPool("max")(x), x.max(2)[0])
+@pytest.mark.parametrize("kernel", ["full", "pointwise"])
+def test_the_index_is_found_once_for_every_shape(kernel):
+    layer = GroupConv2d(2, 3, 3, padding=1, kernel=kernel)
+    small, large = torch.randn(2, 2, 4, 5, 5), torch.randn(3, 2, 4, 6, 7)
+    first, second = layer.patch_index(small), layer.patch_index(large)
+    assert first.shape != second.shape
+    assert layer.patch_index(small[:1]) is first
+    assert layer.patch_index(large) is second
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_pools_by_the_largest_value_as_well(dtype):
-    x = torch.zeros(1, 1, 16, 16)
-    x[0, 0, 0, 0] = 1
-    x[0, 0, 1::2, 1::2] = 0.25  # of a larger l2 norm
-    assert PolyphasePool2d(2)(x.to(dtype)).max() == 1
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+def test_copies_find_their_own_index(duplicate):
+    layer, x = GroupConv2d(2, 3, 3), torch.randn(2, 2, 4, 5, 5)
+    index = layer.patch_index(x)
+    twin = duplicate(layer)
+    assert twin.patch_index(x) is not index
+    assert torch.equal(twin.patch_index(x), index)
+    twin.patch_index(x).zero_()
+    assert torch.equal(layer.patch_index(x), GroupConv2d(2, 3, 3).patch_index(x))
+
+
+def test_an_index_found_in_inference_mode_can_be_differentiated_with():
+    layer = LiftingConv2d(2, 3, 3)
+    (block, _) = rules()[LiftingConv2d](layer)
+    x = torch.randn(2, 2, 4, 4, requires_grad=True)
+    with torch.inference_mode():
+        block.a(x.detach())
+    block.a(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_the_index_is_neither_pickled_nor_in_the_state():
+    layer = GroupConv2d(2, 3, 3)
+    before = len(pickle.dumps(layer))
+    layer.patch_index(torch.randn(1, 2, 4, 9, 9))
+    assert len(pickle.dumps(layer)) == before
+    assert set(layer.state_dict()) == {"weight", "bias"}

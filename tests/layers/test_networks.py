@@ -1,25 +1,30 @@
-"""Networks: what they compute at first, that curvature covers them, and the rules of Fixup's scalars."""
+"""Networks: sizes, symmetries, what they compute at first, and that curvature covers them."""
 
 import math
 
 import pytest
 import torch
+from builders import randomised
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from twins import block_diagonal, central_differences, ggn
+from twins import central_differences
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedGGN, check_model
-from laplace_invariance.curvature.rules import rules
-from laplace_invariance.layers import FixupResNet, ScalarBias, ScalarScale, Standardise, cnn, mlp
-
-
-def randomised(net, size=0.3):
-    """Leave the initialisation, where much is zero."""
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, std=size)
-    return net
+from laplace_invariance.curvature import (
+    AugmentedGGN,
+    check_model,
+)
+from laplace_invariance.layers import (
+    FixupResNet,
+    Standardise,
+    cnn,
+    equivariant_cnn,
+    mlp,
+)
+from laplace_invariance.metrics import (
+    equivariance_error,
+)
 
 
 def test_standardised_images_have_zero_mean_and_unit_deviation():
@@ -98,100 +103,6 @@ def test_cnn_refuses_what_is_too_small_or_no_image(in_shape):
         cnn(in_shape, 7)
 
 
-# Fixup.
-
-
-@pytest.mark.parametrize("size", [8, 13])
-def test_fixup_starts_at_zero_with_every_block_linear_in_its_shortcut(size):
-    net = FixupResNet(3, 5, depth=8, width=4)
-    x = torch.randn(2, 3, size, size)
-    assert torch.equal(net(x), torch.zeros(2, 5))
-    h = net.start(x)
-    torch.testing.assert_close(net.blocks[0](h), h)  # not negative, so that the ReLU keeps it
-    for block in net.blocks[1:]:
-        expected = block.shortcut(h).relu()
-        h = block(h)
-        torch.testing.assert_close(h, expected)
-        assert h.abs().max() > 0.01
-
-
-def test_fixup_scales_the_first_convolutions_of_blocks_by_their_number():
-    for depth, n_blocks in ((8, 3), (26, 12)):
-        net = FixupResNet(1, 2, depth=depth, width=32)
-        assert len(net.blocks) == n_blocks
-        inner = net.blocks[0].branch[0].weight
-        assert inner.std().item() == pytest.approx((2 / (32 * 9)) ** 0.5 * n_blocks**-0.5, rel=0.05)
-    assert net.blocks[-1].branch[0].in_channels == 4 * 32
-
-
-def test_fixup_has_as_many_layers_as_it_says():
-    net = FixupResNet(3, 10, depth=14, width=4)
-    weights = [
-        module
-        for module in net.modules()
-        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3)
-    ]
-    assert len(weights) + 1 == 14
-    for depth in (2, 10, 15):
-        with pytest.raises(ValueError, match=rf"8, 14, 20, .*got {depth}"):
-            FixupResNet(3, 10, depth=depth)
-
-
-def test_fixup_trains_from_its_start_and_can_go_back():
-    net = FixupResNet(1, 2, depth=8, width=4)
-    x = torch.rand(32, 1, 8, 8)
-    y = (x[:, 0, :, :4].mean((1, 2)) > x[:, 0, :, 4:].mean((1, 2))).long()
-    optimiser = torch.optim.Adam(net.parameters(), lr=1e-2)
-    for _ in range(60):
-        optimiser.zero_grad()
-        loss = nn.functional.cross_entropy(net(x), y)
-        loss.backward()
-        optimiser.step()
-    assert loss.item() < 0.4  # log(2) at the start
-    net.reset_parameters()
-    assert torch.equal(net(x), torch.zeros(32, 2))
-    assert all(
-        module.bias.item() == 0 for module in net.modules() if isinstance(module, ScalarBias)
-    )
-    assert all(
-        module.scale.item() == 1 for module in net.modules() if isinstance(module, ScalarScale)
-    )
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5, 4)])
-@pytest.mark.parametrize("build", [ScalarBias, ScalarScale])
-def test_rule_equals_autograd(build, shape):
-    module, x, g = randomised(build()), torch.randn(shape), torch.randn(shape)
-    output = module(x)
-    (parameter,) = module.parameters()
-    expected = [
-        torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0] for i in range(2)
-    ]
-    (block,) = rules()[build](module)
-    a = None if block.a is None else block.a(x)
-    torch.testing.assert_close(
-        block.gradient_map(x, 2)(g), torch.stack(expected)
-    )
-
-
-def test_scalars_have_exact_blocks():
-    net = randomised(
-        nn.Sequential(
-            nn.Conv2d(1, 2, 3),
-            ScalarBias(),
-            nn.Tanh(),
-            ScalarScale(),
-            nn.Flatten(),
-            nn.Linear(8, 3),
-        )
-    )
-    x, y = torch.randn(5, 1, 4, 4), torch.randint(3, (5,))
-    _, kron = AugmentedGGN(net, "classification").kron(x, y, N=5)
-    exact = block_diagonal(ggn(net, net(x), "classification"), net)
-    torch.testing.assert_close(kron.kfacs[2][0], exact[20:21, 20:21])
-    torch.testing.assert_close(kron.kfacs[3][0], exact[21:22, 21:22])
-
-
 def digits(n=12):
     return DataLoader(TensorDataset(torch.rand(n, 2, 9, 9), torch.arange(n) % 3), batch_size=5)
 
@@ -245,3 +156,114 @@ def test_the_evidence_of_an_invariant_network_has_a_gradient(name):
     expected = central_differences(lambda: evidence().detach(), augmentation.eta, step=1e-6)
     assert augmentation.eta.grad[2].abs() > 1e-3
     torch.testing.assert_close(augmentation.eta.grad[2], expected[2], rtol=1e-3, atol=1e-4)
+
+
+KINDS = [
+    "fc",
+    "conv",
+    "fc+conv",
+    "f_fc",
+    "f_fc+conv",
+    "s_fc",
+    "s_conv",
+    "s_fc+s_conv",
+    "f_fc+conv+gconv",
+    "gconv",
+]
+
+
+def size(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("conv", 338_770),
+        ("fc", 133_635_690),
+        ("fc+conv", 133_865_010),
+        ("f_fc", 1_542_625),
+        ("f_fc+conv", 1_771_945),
+        ("s_fc", 831_820),
+        ("gconv", 338_770),
+    ],
+)
+def test_has_as_many_parameters_as_in_the_paper(kind, expected):
+    with torch.device(
+        "meta" if "fc" in kind and kind != "s_fc" else "cpu"
+    ):  # only counted, where it is large
+        assert size(equivariant_cnn(kind, 3, 10)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_maps_images_to_outputs_and_has_curvature(kind):
+    net = equivariant_cnn(kind, 2, 3, width=1)
+    x, y = torch.randn(2, 2, 32, 32), torch.tensor([0, 2])
+    assert net(x).shape == (2, 3)
+    assert check_model(net)
+    loss, kron = AugmentedGGN(net, "classification", output_rank=1).kron(x, y, N=2)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(net(x), y, reduction="sum"))
+    assert len(kron) == len(list(net.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["conv", "s_conv", "gconv"])
+def test_equivariant_networks_are_invariant(kind):
+    net, x = equivariant_cnn(kind, 2, 3, width=1), torch.randn(3, 2, 32, 32)
+    assert equivariance_error(net, "shifts", x[:1]) < 1e-10
+    together = net(x)
+    torch.testing.assert_close(
+        torch.cat([net(image.unsqueeze(0)) for image in x]), together, rtol=1e-10, atol=1e-12
+    )
+    turned = equivariance_error(net, "p4", x)
+    assert turned < 1e-10 if kind == "gconv" else turned > 1e-2
+
+
+def test_group_network_stays_equivariant_with_other_kernels():
+    x = torch.randn(2, 1, 32, 32)
+    for kernel in ("full", "separable"):
+        net = equivariant_cnn("gconv", 1, 3, width=1, kernel=kernel)
+        assert equivariance_error(net, ("shifts", "p4"), x, max_elements=20) < 1e-10
+    assert (
+        equivariance_error(equivariant_cnn("gconv", 1, 3, width=1, group="p4m"), "p4m", x) < 1e-10
+    )
+
+
+def test_convolutions_beside_group_convolutions_are_subsampled_with_them():
+    net, x = equivariant_cnn("conv+gconv", 1, 3, width=1, scale=1.0), torch.randn(2, 1, 32, 32)
+    assert equivariance_error(net, "shifts", x, max_elements=100) < 1e-10
+    assert equivariance_error(net, "p4", x) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["fc", "f_fc", "s_fc", "f_fc+conv"])
+def test_free_paths_break_the_symmetry(kind):
+    net, x = equivariant_cnn(kind, 1, 3, width=1, scale=1.0), torch.randn(2, 1, 32, 32)
+    assert equivariance_error(net, "shifts", x, max_elements=10) > 1e-2
+
+
+def test_free_paths_start_near_zero_beside_an_equivariant_one():
+    torch.manual_seed(0)
+    both, alone = (
+        equivariant_cnn("f_fc+conv", 1, 3, width=4),
+        equivariant_cnn("f_fc", 1, 3, width=4),
+    )
+    x = torch.randn(20, 1, 32, 32)
+    for net, expected in ((both, 0.01), (alone, math.sqrt(2))):
+        layer = net.layer1.f_fc
+        assert 0.7 < layer(x).std() / expected < 1.4
+    assert 0.7 < both.layer1.conv(x).std() / math.sqrt(2) < 1.4
+
+
+def test_larger_images_and_bad_arguments():
+    net = equivariant_cnn("f_fc+conv", 1, 3, width=1, in_shape=(32, 64))
+    assert net(torch.randn(2, 1, 32, 64)).shape == (2, 3)
+    for arguments, message in (
+        (("cnv",), r"one or more of gconv, conv, .*got 'cnv' in 'cnv'"),
+        (("conv+conv",), "a path twice"),
+        (("conv", 1, 3, 0), "width must be positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            equivariant_cnn(*(arguments + (1, 3)[len(arguments) - 1 :]))
+    with pytest.raises(ValueError, match="multiples of 32, got 28"):
+        equivariant_cnn("conv", 1, 3, in_shape=28)
+    with pytest.raises(ValueError, match=r"FactoredLinear2d was built for \[n, 1, 32, 32\]"):
+        equivariant_cnn("f_fc", 1, 3, width=1)(torch.randn(2, 1, 64, 64))

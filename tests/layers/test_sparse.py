@@ -1,4 +1,4 @@
-"""Sparse layers: their basis, their dense matrices, and curvature that is the projected one of dense layers."""
+"""Sparse layers: their dense matrices, and curvature that is the projected one of dense layers."""
 
 import copy
 import io
@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from builders import affine_matrix, randomised, twin_basis
 from cases import SPARSE, name_of
 from laplace import Laplace
 from torch import nn
@@ -15,108 +16,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from twins import block_diagonal, central_differences, ggn, relative_error
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, check_model
-from laplace_invariance.curvature.rules import rules
+from laplace_invariance.curvature import (
+    AugmentedEF,
+    AugmentedGGN,
+    check_model,
+)
+from laplace_invariance.curvature.rules import ElementwiseBlock, rules
 from laplace_invariance.hyper import differentiable
+from laplace_invariance.layers import (
+    FactoredLinear2d,
+    SparseConv2d,
+    SparseLinear2d,
+)
 from laplace_invariance.layers.basis import (
     Basis,
-    basis_derivative,
-    basis_matrix,
     grid_points,
-    spread,
 )
-from laplace_invariance.layers.factored import FactoredLinear2d
-from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
 
 KINDS = ("regression", "exponential")
 CLASSES = 3
-
-
-# The basis.
-
-
-def twin_basis(kind, omega, anchors, height, width):
-    """``Phi``, one entry at a time."""
-    points = [
-        (i - (height - 1) / 2, j - (width - 1) / 2) for i in range(height) for j in range(width)
-    ]
-
-    def kernel(a, b):
-        return math.exp(-(omega**2) * ((a[0] - b[0]) ** 2 + (a[1] - b[1]) ** 2) / 2)
-
-    k_zt = torch.tensor([[kernel(z, t) for t in points] for z in anchors])
-    if kind == "exponential":
-        return k_zt
-    return (
-        torch.linalg.inv(
-            torch.tensor([[kernel(z, y) for y in anchors] for z in anchors])
-            + 1e-4 * torch.eye(len(k_zt))
-        )
-        @ k_zt
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("anchors", ["grid", "random", "learnt"])
-def test_basis_equals_the_formula(kind, anchors):
-    basis = Basis((3, 5), kind, anchors=anchors, omega=0.7)
-    assert basis.matrix().shape == (8, 15)
-    expected = twin_basis(kind, 0.7, basis.anchors.tolist(), 3, 5)
-    torch.testing.assert_close(basis.matrix(), expected)
-
-
-@pytest.mark.parametrize("anchors", ["grid", "random"])
-def test_regression_interpolates_at_anchors(anchors):
-    basis = Basis((4, 5), anchors=anchors, omega=1.3)
-    at = (basis.anchors.unsqueeze(1) == grid_points(4, 5)).all(-1)  # [M, T], one per anchor
-    assert (at.sum(1) == 1).all()
-    values = basis.matrix() @ at.double().T
-    assert 0 < (values - torch.eye(10)).abs().max() < 5e-3
-    exponential = Basis((4, 5), "exponential", anchors=anchors, omega=1.3).matrix() @ at.double().T
-    assert (exponential - torch.eye(10)).abs().max() > 0.1
-
-
-def test_a_basis_of_all_points_is_all_functions():
-    basis = Basis((3, 2), n_anchors=6, omega=2.0)
-    inverse = spread(3, 2).argsort()
-    torch.testing.assert_close(basis.matrix()[inverse], torch.eye(6), atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("height", "width"), [(1, 1), (3, 3), (3, 5), (4, 4), (5, 6), (1, 7), (32, 32)]
-)
-def test_half_of_the_points_are_a_chessboard(height, width):
-    order = spread(height, width)
-    assert sorted(order.tolist()) == list(range(height * width))
-    basis = Basis((height, width))
-    assert basis.n_anchors == math.ceil(height * width / 2)
-    chosen = order[: basis.n_anchors]
-    assert len({(int(i) // width + int(i) % width) % 2 for i in chosen}) == 1
-
-
-def test_few_anchors_are_spread():
-    chosen = [divmod(int(i), 8) for i in spread(8, 8)[:4]]
-    assert min(math.dist(a, b) for a, b in itertools.combinations(chosen, 2)) == 4
-    assert Basis((5, 5), n_anchors=1).anchors.tolist() == [[0.0, 0.0]]
-
-
-def test_random_anchors_are_distinct_and_come_from_the_generator():
-    first, again, other = (
-        Basis((4, 4), anchors="random", generator=torch.Generator().manual_seed(s))
-        for s in (1, 1, 2)
-    )
-    assert torch.equal(first.anchors, again.anchors)
-    assert not torch.equal(first.anchors, other.anchors)
-    assert len({tuple(z) for z in first.anchors.tolist()}) == 8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_derivative_equals_autograd_and_differences(kind):
-    omega, z, t = torch.tensor([0.8]), torch.randn(4, 2), grid_points(2, 3)
-    _, tangent = torch.func.jvp(lambda w: basis_matrix(kind, w, z, t), (omega,), (torch.ones(1),))
-    torch.testing.assert_close(basis_derivative(kind, omega, z, t), tangent)
-    above, below = (basis_matrix(kind, omega + step, z, t) for step in (1e-5, -1e-5))
-    torch.testing.assert_close(tangent, (above - below) / 2e-5, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -169,16 +87,6 @@ def test_other_bad_input_is_named():
     assert SparseLinear2d(2, 3, 4, 2, n_anchors=(5, None)).theta_1.weight.shape == (2, 6)
 
 
-# Layers are their dense matrices.
-
-
-def matrix_of(layer, shape):
-    """The matrix and the offset of an affine layer, from unit vectors."""
-    units = torch.eye(math.prod(shape)).unflatten(1, shape)
-    offset = layer(torch.zeros(1, *shape)).detach().flatten()
-    return layer(units).detach().flatten(1).T - offset.unsqueeze(1), offset
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_sparse_linear_equals_its_dense_matrix(kind):
     layer = SparseLinear2d(2, 3, (4, 5), (3, 2), kind=kind, omega=0.8)
@@ -192,7 +100,7 @@ def test_sparse_linear_equals_its_dense_matrix(kind):
         theta_1 = sum(u_1[m, c_out, c] * phi_out[m, x_out] for m in range(3))
         theta_2 = sum(u_2[c_out, c, m] * phi_in[m, x] for m in range(10))
         expected[c_out, x_out, c, x] = theta_1 * theta_2
-    matrix, offset = matrix_of(layer, (2, 4, 5))
+    matrix, offset = affine_matrix(layer, (2, 4, 5))
     torch.testing.assert_close(matrix, expected.flatten(2).flatten(0, 1))
     torch.testing.assert_close(offset, layer.basis_out.bias.detach().repeat_interleave(6))
 
@@ -250,7 +158,7 @@ def test_sparse_convolution_equals_its_dense_matrix(options, kind):
     for o, c, a, b in itertools.product(*map(range, filters.shape)):
         filters[o, c, a, b] = sum(u[o, c, m] * phi[m, 3 * a + b] for m in range(3))
     torch.testing.assert_close(layer.filters().detach(), filters)
-    matrix, offset = matrix_of(layer, shape)
+    matrix, offset = affine_matrix(layer, shape)
     torch.testing.assert_close(matrix, twin_convolution(layer, filters, shape))
     if layer.bias is not None:
         torch.testing.assert_close(
@@ -298,34 +206,32 @@ def test_layers_start_like_dense_ones(kind, omega):
     assert sparse.bias.abs().max() <= dense.weight.abs().max() * 1.01
 
 
-# Rules, and curvature.
+def gradient(block, x, g):
+    """Return the gradient of a parameter for each row, as its block says it is."""
+    g = block.g(g)
+    if isinstance(block, ElementwiseBlock):
+        return (g if block.a is None else block.a(x) * g).sum(1)
+    if block.slots == 1:
+        return torch.einsum("nro,nri->noi", g, block.a(x)).flatten(1)
+    return torch.einsum("nrqo,nrqi->nqoi", g, block.a(x)).flatten(1)
 
 
 @pytest.mark.parametrize(("build", "shape"), SPARSE, ids=name_of)
 def test_rule_equals_autograd(build, shape):
-    module = build()
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    x = torch.randn(shape)
+    module = randomised(build(), 1.0)
+    x, other = torch.randn(shape), torch.randn(shape)
     output = module(x)
     g = torch.randn_like(output)
     blocks = {block.parameter: block for block in rules()[type(module)](module)}
     assert set(blocks) == {name for name, _ in module.named_parameters()}
-    for name, block in blocks.items():
-        parameter = getattr(module, name)
-        expected = torch.stack(
-            [
-                torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0].flatten()
-                for i in (0, 1)
-            ]
-        )
-        a = None if block.a is None else block.a(x)
-        torch.testing.assert_close(
-            block.gradient_map(x, 2)(g), expected
-        )
-        if a is not None:
-            other = torch.randn(shape)
-            torch.testing.assert_close(block.a(2 * x + other), 2 * a + block.a(other))
+    for name, parameter in module.named_parameters():
+        rows = [
+            torch.autograd.grad(output[i], parameter, g[i], retain_graph=True)[0] for i in (0, 1)
+        ]
+        block = blocks[name]
+        torch.testing.assert_close(gradient(block, x, g), torch.stack(rows).flatten(1))
+        if block.a is not None:
+            torch.testing.assert_close(block.a(2 * x + other), 2 * block.a(x) + block.a(other))
 
 
 @pytest.mark.parametrize("learn_omega", ["fixed", "weight", "hyperparameter"])
@@ -439,9 +345,6 @@ def test_the_block_of_a_weight_omega_is_exact_in_kron():
         start = stop
 
 
-# Omega and anchors, moved by the evidence.
-
-
 def convolutional(**basis):
     first = SparseConv2d(1, 2, 3, padding=1, padding_mode="circular", omega=0.9, **basis)
     second = SparseConv2d(2, 4, (3, 2), stride=2, groups=2, omega=1.2, **basis)
@@ -522,90 +425,8 @@ def test_steps_keep_omega_positive_and_anchors_on_the_grid():
     assert torch.isfinite(evidence_of(model, "kron"))
 
 
-def test_the_sign_of_omega_means_nothing():
-    layer = SparseConv2d(1, 2, 3, learn_omega="hyperparameter")
-    expected = layer.matrix()
-    with torch.no_grad():
-        layer.omega.neg_()
-        torch.testing.assert_close(layer.matrix(), expected)
-        layer.project_()
-    assert layer.omega == 1
-
-
-# The matrix is computed when it must be.
-
-
-@pytest.fixture
-def solves(monkeypatch):
-    """Counts the linear systems that were solved."""
-    count = []
-    solve = torch.linalg.solve
-    monkeypatch.setattr(torch.linalg, "solve", lambda *args: (count.append(1), solve(*args))[1])
-    return count
-
-
-@pytest.mark.parametrize("learn_omega", ["fixed", "hyperparameter"])
-def test_the_matrix_is_kept_until_something_changes(learn_omega, solves):
-    layer, x = (
-        SparseConv2d(1, 2, 3, learn_omega=learn_omega, anchors="learnt"),
-        torch.randn(2, 1, 5, 5),
-    )
-
-    def solved():
-        solves.clear()
-        for _ in range(3):
-            layer(x).sum().backward()
-        expected = twin_basis("regression", layer.omega.item(), layer.anchors.tolist(), 3, 3)
-        torch.testing.assert_close(layer.matrix(), expected.to(layer.weight), rtol=1e-5, atol=1e-5)
-        return len(solves)
-
-    layer(x)
-    assert solved() == 0
-    with torch.no_grad():
-        layer.omega.mul_(1.5)
-    assert solved() == 1
-    layer.omega.data.mul_(1.5)  # which version counters do not see
-    assert solved() == 1
-    layer.omega.data = torch.tensor([0.7])
-    assert solved() == 1
-    with torch.no_grad():
-        layer.anchors[0, 0] += 0.5
-    assert solved() == 1
-    layer.load_state_dict(SparseConv2d(1, 2, 3, omega=0.6).state_dict())
-    assert solved() == 1
-    layer.float()
-    x = x.float()
-    assert solved() == 1
-    assert layer.matrix().dtype == torch.float32
-    layer.double()
-    x = x.double()
-    assert solved() == 1
-    assert layer.matrix().dtype == torch.float64
-
-
-def test_the_matrix_of_a_weight_is_computed_once_per_pass(solves):
-    layer, x = SparseConv2d(1, 2, 3, learn_omega="weight"), torch.randn(2, 1, 5, 5)
-    solves.clear()
-    for passes in (1, 2, 3):
-        layer(x)
-        assert len(solves) == passes
-    solves.clear()
-    with torch.no_grad():
-        layer(x)
-        layer(x)
-    assert len(solves) == 0  # kept from initialisation
-    with differentiable():
-        layer(x)
-    assert len(solves) == 1
-
-
-def test_a_matrix_kept_in_inference_mode_can_be_trained_with():
-    layer, x = SparseConv2d(1, 2, 3), torch.randn(2, 1, 5, 5)
-    layer.omega.fill_(2.0)
-    with torch.inference_mode():
-        layer(x)
-    layer(x).sum().backward()
-    assert layer.weight.grad is not None
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
 
 
 def saved(model):
@@ -617,7 +438,7 @@ def saved(model):
 
 @pytest.mark.parametrize("learn_omega", ["fixed", "weight", "hyperparameter"])
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved]
+    "duplicate", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "file"]
 )
 @pytest.mark.parametrize("build", [convolutional, factored])
 def test_copies_are_independent(build, duplicate, learn_omega):

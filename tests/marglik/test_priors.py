@@ -1,4 +1,4 @@
-"""Prior precisions shared by tensors: which ones share, by what gradient they are learnt, and what is refused."""
+"""Prior precisions: which tensors share one, by what gradient it is learnt, what is refused."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from laplace_invariance.layers.factored import FactoredLinear2d
 from laplace_invariance.layers.residual import ResidualPathway, closed_paths
 from laplace_invariance.layers.sparse import SparseLinear2d
 from laplace_invariance.marglik.priors import Priors, grouping
+from laplace_invariance.marglik.settings import PriorSettings
 
 FEW = {"n_epochs": 3, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 PATHS = {
@@ -48,8 +49,15 @@ def loader_of(data):
     return DataLoader(data, batch_size=5, shuffle=True)
 
 
-def priors_of(model, structure, precision=1.0):
-    return Priors(model, structure, precision, None, False, 1.0, 0.1)
+def priors_of(model, structure, precision=1.0, temperature=1.0):
+    settings = PriorSettings(
+        prior_structure=structure,
+        prior_prec_init=precision,
+        sigma_noise_init=1.0,
+        fix_sigma_noise=True,
+        lr_hyp=0.1,
+    )
+    return Priors(model, settings, temperature, has_noise=False)
 
 
 def members(groups):
@@ -90,6 +98,22 @@ def test_the_innermost_path_counts():
     }
 
 
+def test_parameters_that_a_module_declares_keep_their_own_precision():
+    class Scaled(nn.Linear):
+        own_prior_parameters = ("scale",)
+
+        def __init__(self):
+            super().__init__(2, 2)
+            self.scale = nn.Parameter(torch.ones(1))
+
+    model = nn.Sequential(ResidualPathway(conv=nn.Linear(2, 2), free=nn.Sequential(Scaled())))
+    assert members(grouping(model, "path")) == {
+        frozenset({"0.conv.weight", "0.conv.bias"}),
+        frozenset({"0.free.0.weight", "0.free.0.bias"}),
+        frozenset({"0.free.0.scale"}),
+    }
+
+
 def test_what_only_begins_like_a_path_is_not_on_it():
     model = ResidualPathway(**{name: nn.Linear(2, 3) for name in ("conv", "conv1")})
     model.conv_scale = nn.Parameter(torch.ones(1))
@@ -100,17 +124,20 @@ def test_what_only_begins_like_a_path_is_not_on_it():
     }
 
 
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        ([r".*bias"], {".*bias": 4}),
-        ([r"(.*)\.f_fc\..*"], {r"(.*)\.f_fc\..* (0)": 4}),
-        ([r"(\d)\.(.*\.)?(weight|bias)"], {r"(\d)\.(.*\.)?(weight|bias) (3, None, weight)": 1}),
-        ([r"3\.bias", r".*bias", r".*"], {r"3\.bias": 1, ".*bias": 3, ".*": 4}),
-        ((r"3.*",), {"3.*": 2, "0.conv.weight": 1}),
-        ([], {"0.conv.weight": 1, "3.bias": 1}),
-    ],
-)
+PATTERNS = {
+    "one": ([r".*bias"], {".*bias": 4}),
+    "captured": ([r"(.*)\.f_fc\..*"], {r"(.*)\.f_fc\..* (0)": 4}),
+    "optional": (
+        [r"(\d)\.(.*\.)?(weight|bias)"],
+        {r"(\d)\.(.*\.)?(weight|bias) (3, None, weight)": 1},
+    ),
+    "nested": ([r"3\.bias", r".*bias", r".*"], {r"3\.bias": 1, ".*bias": 3, ".*": 4}),
+    "tuple": ((r"3.*",), {"3.*": 2, "0.conv.weight": 1}),
+    "none": ([], {"0.conv.weight": 1, "3.bias": 1}),
+}
+
+
+@pytest.mark.parametrize(("patterns", "expected"), PATTERNS.values(), ids=PATTERNS)
 def test_patterns_match_whole_names_and_the_first_counts(patterns, expected):
     groups = grouping(network(), patterns)
     assert list(groups) == list(PATHS)
@@ -148,6 +175,7 @@ def test_only_trainable_tensors_are_grouped():
         ("diag", [], sum(p.numel() for p in network().parameters())),
         ("path", ["0.conv", "0.f_fc", "3.weight", "3.bias"], 8),
     ],
+    ids=["scalar", "layerwise", "diag", "path"],
 )
 def test_precision_is_what_laplace_takes_and_named_says_whose(structure, names, size):
     priors = priors_of(network(), structure, 2.0)
@@ -271,7 +299,9 @@ def test_resume_needs_the_same_groups(tmp_path):
         match=r"groups of prior precisions differ: 0\.conv\.weight is 0\.conv\.weight there",
     ):
         run([r"0\.(.*)\.weight"], 2)
-    with pytest.raises(ValueError, match=r"groups of prior precisions is .* there and None here"):
+    with pytest.raises(
+        ValueError, match=r"differ: 0\.conv\.bias is .* there and 0\.conv\.bias here"
+    ):
         run("layerwise", 2)
     assert path.read_bytes() == before
     resumed = run([r"0\.(.*)\.bias"], 3)
@@ -282,30 +312,36 @@ def test_resume_needs_the_same_groups(tmp_path):
 # What is refused.
 
 
+BAD_STRUCTURES = {
+    "unknown": (
+        "layer",
+        ValueError,
+        "one of 'scalar', 'layerwise', 'diag', 'path' or a list of .*, got 'layer'",
+    ),
+    "pattern alone": (r".*bias", ValueError, r"a pattern goes into a list: \['\.\*bias'\]"),
+    "part of a name": (
+        [r".*bias", "0.conv"],
+        ValueError,
+        r"'0\.conv', which matches no whole name .* 0\.conv\.weight, .*, 3\.bias$",
+    ),
+    "too late": (
+        [r".*", r".*bias"],
+        ValueError,
+        r"'\.\*bias', which matches only what patterns before it match",
+    ),
+    "no expression": (
+        [r"(.*"],
+        ValueError,
+        r"'\(\.\*', which is no regular expression: missing \)",
+    ),
+    "number": ([3], TypeError, r"a list of regular expressions, got \[3\]"),
+    "set, which has no first": ({r".*bias"}, TypeError, "a list of regular expressions"),
+    "nothing": (None, TypeError, "a list of regular expressions, got None"),
+}
+
+
 @pytest.mark.parametrize(
-    ("structure", "error", "match"),
-    [
-        (
-            "layer",
-            ValueError,
-            "one of 'scalar', 'layerwise', 'diag', 'path' or a list of .*, got 'layer'",
-        ),
-        (r".*bias", ValueError, r"a pattern goes into a list: \['\.\*bias'\]"),
-        (
-            [r".*bias", "0.conv"],
-            ValueError,
-            r"'0\.conv', which matches no whole name .* 0\.conv\.weight, .*, 3\.bias$",
-        ),
-        (
-            [r".*", r".*bias"],
-            ValueError,
-            r"'\.\*bias', which matches only what patterns before it match",
-        ),
-        ([r"(.*"], ValueError, r"'\(\.\*', which is no regular expression: missing \)"),
-        ([3], TypeError, r"a list of regular expressions, got \[3\]"),
-        ({r".*bias"}, TypeError, "a list of regular expressions"),  # a set has no first
-        (None, TypeError, "a list of regular expressions, got None"),
-    ],
+    ("structure", "error", "match"), BAD_STRUCTURES.values(), ids=BAD_STRUCTURES
 )
 def test_structures_that_cannot_be_meant_are_explained(structure, error, match):
     with pytest.raises(error, match=match):
@@ -316,7 +352,7 @@ def test_precisions_start_where_patterns_say():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
 
     def started(structure, values):
-        return Priors(model, structure, values, None, False, 1.0, 0.1).precision.detach()
+        return priors_of(model, structure, values).precision.detach()
 
     values = {r"1\..*": 9.0, r".*bias": 4.0}  # the first that matches counts
     torch.testing.assert_close(started("layerwise", values), torch.tensor([1.0, 4.0, 9.0, 9.0]))
@@ -324,30 +360,26 @@ def test_precisions_start_where_patterns_say():
     torch.testing.assert_close(started("diag", values), expected)
     torch.testing.assert_close(started([r"1\..*"], values), torch.tensor([1.0, 4.0, 9.0, 9.0]))
     torch.testing.assert_close(started("scalar", {".*": 3.0}), torch.tensor([3.0]))
-    halved = Priors(model, "layerwise", values, None, False, 0.5, 0.1).precision
+    halved = priors_of(model, "layerwise", values, temperature=0.5).precision
     torch.testing.assert_close(halved.detach(), started("layerwise", values) / 2)
 
 
-@pytest.mark.parametrize(
-    ("structure", "values", "message"),
-    [
-        ("scalar", {"0.*": 3.0}, "shares its prior precision"),
-        (
-            [".*bias"],
-            {r"0\.bias": 3.0},
-            "0.bias shares its prior precision|1.bias shares its prior precision",
-        ),
-        ("layerwise", {"2.*": 3.0}, r"'2\.\*', which matches no whole name.*0\.weight"),
-        ("layerwise", {"0.*": 0.0}, "positive and finite, got 0.0"),
-        ("layerwise", {"(": 1.0}, "no regular expression"),
-        ("layerwise", {".*": 3.0, ".*bias": 7.0}, "only what patterns before it match"),
-        ("layerwise", {".*": "3"}, "got '3' for"),
-    ],
-)
+BAD_STARTS = {
+    "part of all": ("scalar", {"0.*": 3.0}, "shares its prior precision"),
+    "part of a group": ([".*bias"], {r"0\.bias": 3.0}, "1.bias shares its prior precision"),
+    "no name": ("layerwise", {"2.*": 3.0}, r"'2\.\*', which matches no whole name.*0\.weight"),
+    "zero": ("layerwise", {"0.*": 0.0}, "positive and finite, got 0.0"),
+    "no expression": ("layerwise", {"(": 1.0}, "no regular expression"),
+    "too late": ("layerwise", {".*": 3.0, ".*bias": 7.0}, "only what patterns before it match"),
+    "text": ("layerwise", {".*": "3"}, "got '3' for"),
+}
+
+
+@pytest.mark.parametrize(("structure", "values", "message"), BAD_STARTS.values(), ids=BAD_STARTS)
 def test_patterns_that_make_no_start_are_refused(structure, values, message):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=message):
-        Priors(model, structure, values, None, False, 1.0, 0.1)
+        priors_of(model, structure, values)
 
 
 def test_free_paths_start_closed_but_for_what_is_frozen_or_a_width():
@@ -359,13 +391,13 @@ def test_free_paths_start_closed_but_for_what_is_frozen_or_a_width():
     paths.s_fc.theta_1.weight.requires_grad_(False)
     closed = closed_paths(model)
     assert sorted(closed) == [r"0\.s_fc\.basis_out\.bias", r"0\.s_fc\.theta_2\.weight"]
-    Priors(model, "layerwise", closed, None, False, 1.0, 0.1)
+    priors_of(model, "layerwise", closed)
     groups = grouping(model, "path")
     assert groups["0.s_fc.theta_2.weight"] == "0.s_fc"
     assert groups["0.s_fc.basis_in.omega"] == "0.s_fc.basis_in.omega"
     with pytest.raises(ValueError, match=r"closed_paths\(model, shared=True\)"):
-        Priors(model, "path", closed, None, False, 1.0, 0.1)
-    Priors(model, "path", closed_paths(model, shared=True), None, False, 1.0, 0.1)
+        priors_of(model, "path", closed)
+    priors_of(model, "path", closed_paths(model, shared=True))
 
 
 def test_another_start_is_not_resumed(tmp_path):

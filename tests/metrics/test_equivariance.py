@@ -129,24 +129,26 @@ def test_convolution_knows_shifts_and_nothing_else():
         assert equivariance_error(layer, group, x) > CLEAR
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: nn.Conv2d(3, 5, 3, padding=1),
-        lambda: nn.Conv2d(3, 5, 3),
-        lambda: nn.Conv2d(3, 5, 3, stride=2, **CIRCULAR),
-        lambda: nn.MaxPool2d(2),
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 36, 5)),
-        lambda: FactoredLinear2d(3, 5, 6),
-        lambda: FactoredLinear2d(3, 5, 6, 3),
-    ],
-)
+WITHOUT_SHIFTS = {
+    "zero padding": lambda: nn.Conv2d(3, 5, 3, padding=1),
+    "no padding": lambda: nn.Conv2d(3, 5, 3),
+    "stride": lambda: nn.Conv2d(3, 5, 3, stride=2, **CIRCULAR),
+    "max pooling": lambda: nn.MaxPool2d(2),
+    "fully connected": lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 36, 5)),
+    "factored": lambda: FactoredLinear2d(3, 5, 6),
+    "factored to another size": lambda: FactoredLinear2d(3, 5, 6, 3),
+}
+
+
+@pytest.mark.parametrize("build", WITHOUT_SHIFTS.values(), ids=WITHOUT_SHIFTS)
 def test_layers_without_shifts_are_found_out(build):
     assert equivariance_error(build(), "shifts", torch.randn(2, 3, 6, 6)) > CLEAR
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Conv2d(3, 5, 3, padding=1), PolyphasePool2d(), nn.MaxPool2d(2)]
+    "module",
+    [nn.Conv2d(3, 5, 3, padding=1), PolyphasePool2d(), nn.MaxPool2d(2)],
+    ids=["conv", "polyphase", "max"],
 )
 @pytest.mark.parametrize("by_hand", ["shifts", "p4"])
 @torch.no_grad()
@@ -235,29 +237,19 @@ def test_zero_is_equivariant_and_nan_is_not():
     assert not equivariance_error(nn.Identity(), "p4", x) < EXACT
 
 
-@pytest.mark.parametrize(
-    ("group", "shape", "module", "match"),
-    [
-        (
-            "p6",
-            (2, 3, 4, 4),
-            nn.Identity(),
-            "no group 'p6'; choose from shifts, p1, p2, p4, pm, p4m",
-        ),
-        ((), (2, 3, 4, 4), nn.Identity(), "at least one group"),
-        ("shifts", (3, 4, 4), nn.Identity(), r"needs images .* got shape \[3, 4, 4\]"),
-        ("shifts", (0, 3, 4, 4), nn.Identity(), r"got shape \[0, 3, 4, 4\]"),
-        ("p4", (2, 3, 4, 5), nn.Identity(), "height and width must agree, got 4 x 5"),
-        (
-            "p4",
-            (2, 3, 8, 4, 4),
-            nn.Identity(),
-            r"\[n, channels, 4, height, width\], got shape \[2, 3, 8, 4, 4\]",
-        ),
-        ("shifts", (2, 3, 4, 4), nn.Flatten(2), r"must return .* got shape \[2, 3, 16\]"),
-        ("shifts", (2, 3, 4, 4), nn.Flatten(0, 1), r"must return .* got shape \[6, 4, 4\]"),
-    ],
-)
+ERRORS = {
+    "no such group": ("p6", (2, 3, 4, 4), nn.Identity(), "choose from shifts, p1, p2, p4, pm, p4m"),
+    "no groups": ((), (2, 3, 4, 4), nn.Identity(), "at least one group"),
+    "no batch": ("shifts", (3, 4, 4), nn.Identity(), r"needs images .* got shape \[3, 4, 4\]"),
+    "empty": ("shifts", (0, 3, 4, 4), nn.Identity(), r"got shape \[0, 3, 4, 4\]"),
+    "rectangle": ("p4", (2, 3, 4, 5), nn.Identity(), "height and width must agree, got 4 x 5"),
+    "order": ("p4", (2, 3, 8, 4, 4), nn.Identity(), r"channels, 4, .* got shape \[2, 3, 8, 4, 4\]"),
+    "outputs": ("shifts", (2, 3, 4, 4), nn.Flatten(2), r"must return .* got shape \[2, 3, 16\]"),
+    "rows": ("shifts", (2, 3, 4, 4), nn.Flatten(0, 1), r"must return .* got shape \[6, 4, 4\]"),
+}
+
+
+@pytest.mark.parametrize(("group", "shape", "module", "match"), ERRORS.values(), ids=ERRORS)
 def test_errors_say_what_was_found(group, shape, module, match):
     with pytest.raises(ValueError, match=match):
         equivariance_error(module, group, torch.randn(shape))

@@ -8,8 +8,14 @@ import torch
 
 import laplace_invariance as li
 from laplace_invariance import datasets, plots
-from laplace_invariance.metrics import Invariance, InvarianceReport, JacobianSpectrum
-from laplace_invariance.metrics.layers import LayerReport, PathReport
+from laplace_invariance.layers import PATHS
+from laplace_invariance.metrics import (
+    Invariance,
+    InvarianceReport,
+    JacobianSpectrum,
+    LayerReport,
+    PathReport,
+)
 
 
 @pytest.fixture
@@ -224,7 +230,7 @@ def test_kinds_have_the_same_colours_in_every_picture(ax, report):
         LayerReport([row for row in report.rows if row.kind == "F-FC"]),
         plots.figure((3, 3)).subplots(),
     )
-    assert {lines(axes)["F-FC"].get_color() for axes in (ax, other)} == {plots.KINDS["F-FC"]}
+    assert {lines(axes)["F-FC"].get_color() for axes in (ax, other)} == {PATHS["f_fc"].colour}
 
 
 def test_invariances_have_a_mark_for_each_data_set():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.rules import AnyBlock, ElementwiseBlock, Map, MatrixBlock
-from laplace_invariance.invariant import Levels, current_levels
+from laplace_invariance.invariant import LEVELS, Levels
 
 __all__ = ["Call", "Gradients", "Layers", "PerParameter", "Trace", "backpropagate"]
 
@@ -95,7 +95,7 @@ class Layers:
         if self.copies:
             x = x.clone()
         versions = (x._version, output._version)
-        return Call(module, self.blocks[module], x, output, current_levels(), versions)
+        return Call(module, self.blocks[module], x, output, LEVELS.get(), versions)
 
     @contextmanager
     def capture(self) -> Iterator[list[Call]]:

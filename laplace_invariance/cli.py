@@ -1,0 +1,299 @@
+"""The command line: ``laplace-invariance`` or ``python -m laplace_invariance``.
+
+Every verb is a module of :mod:`laplace_invariance.experiments`, and its options are the fields of
+its configuration: names, types, choices, defaults and help texts are taken from the dataclass. An
+experiment, and torch with it, is imported only when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from laplace_invariance import __version__
+from laplace_invariance.experiments.checks import Config, choices_of, normalised
+from laplace_invariance.experiments.options import (
+    CompareConfig,
+    DemoConfig,
+    LayersConfig,
+    LearnConfig,
+    MeasureConfig,
+    PairsConfig,
+    VariationalConfig,
+)
+from laplace_invariance.tables import labelled
+
+__all__ = ["VERBS", "Verb", "main"]
+
+
+class Verb(NamedTuple):
+    """A command: the function of the same name in the module of the same name.
+
+    Attributes:
+        config: Configuration that the function takes, from which the options are made.
+        help: Line in the list of commands.
+        description: Paragraph in the command's own help.
+        out: Default of ``--out``; None makes it required.
+        resumes: Whether the function takes ``resume``.
+        before_files: What separates the result from the list of files; None lists none.
+    """
+
+    config: type[Config]
+    help: str
+    description: str
+    out: str | None = None
+    resumes: bool = True
+    before_files: str | None = "\n"
+
+
+VERBS = {
+    "learn": Verb(
+        LearnConfig,
+        "learn to which transformations images are invariant, and how far",
+        "Train a network on images that were transformed in a known way, and learn by evidence how "
+        "far they were.",
+    ),
+    "compare": Verb(
+        CompareConfig,
+        "compare learnt ranges with other ways, in one table",
+        "Run several methods on several kinds of images, with the same code, network and images.",
+        before_files=None,
+    ),
+    "layers": Verb(
+        LayersConfig,
+        "learn layer by layer which symmetry a network should have",
+        "Train a network whose layers are sums of paths, such as a convolution and a fully "
+        "connected one, and learn by evidence which of them each layer needs.",
+    ),
+    "measure": Verb(
+        MeasureConfig,
+        "measure how invariant networks are, in and out of distribution",
+        "Train a network in several ways that should make it invariant, and measure how invariant "
+        "it is, really: on test images, and on images of another kind.",
+        before_files="\n\n",
+    ),
+    "pairs": Verb(
+        PairsConfig,
+        "learn a code that ignores unknown transformations, from pairs",
+        "Train autoencoders on pairs of vectors of which only distances are known, zero if one is "
+        "the other, transformed, and measure how far a part of their code ignores the "
+        "transformation.",
+    ),
+    "variational": Verb(
+        VariationalConfig,
+        "learn a range of rotations by a lower bound on the evidence of a shallow network",
+        "Train a network of one hidden layer, whose weights are rotated, on images that were "
+        "rotated, and learn by the ELBO how far they were, from several starts; compare with fixed "
+        "ranges and a point estimate.",
+    ),
+    "demo": Verb(
+        DemoConfig,
+        "run a small demonstration and save its figure",
+        "Learn the range of rotations to which the classes of a 2-D data set are invariant, with "
+        "stock laplace.marglik_training.",
+        out="demo",
+        resumes=False,
+        before_files=None,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program.
+
+    Args:
+        argv: Arguments; None takes those of the process.
+
+    Raises:
+        SystemExit: With one line that says what is wrong, if the experiment cannot run or is
+            interrupted.
+    """
+    arguments = _parser().parse_args(argv)
+    level = logging.WARNING
+    if arguments.verbose:
+        level = logging.INFO
+    logging.basicConfig(level=level)
+    if not arguments.verbose:
+        warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about itself
+    try:
+        _run(arguments)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # torch.save raises an error of its own if it is interrupted
+        interrupts = (error, error.__context__)
+        if not any(isinstance(one, KeyboardInterrupt) for one in interrupts):
+            raise
+        raise SystemExit(
+            "laplace-invariance: interrupted; the same command with --resume continues"
+        ) from None
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
+        raise SystemExit(f"laplace-invariance: {error}") from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    verb = VERBS[arguments.verb]
+    config = _config(verb.config, arguments)
+    module = import_module(f"laplace_invariance.experiments.{arguments.verb}")
+    run = getattr(module, arguments.verb)
+    if verb.resumes:
+        run = partial(run, resume=arguments.resume)
+    result = run(config, arguments.out, progress_bar=not arguments.quiet)
+    if verb.before_files is None:
+        print(result)
+    else:
+        print(result, _files(arguments.out), sep=verb.before_files)
+
+
+def _config(kind: type[Config], arguments: argparse.Namespace) -> Config:
+    values = {entry.name: getattr(arguments, entry.name) for entry in fields(kind)}
+    for name, hint in get_type_hints(kind).items():
+        if get_origin(hint) is Mapping:
+            values[name] = dict(values[name])
+    return kind(**values)
+
+
+def _files(out: Path) -> str:
+    """Return a line about what is in a directory."""
+    names = sorted(path.name for path in out.iterdir())
+    return labelled("files", f"{out}: {', '.join(names)}")
+
+
+# The parser, made from the configurations.
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="laplace-invariance",
+        description="Learn data augmentations and symmetries of layers by gradient of the marginal "
+        "likelihood, on the training data alone.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what the library does")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    for name, verb in VERBS.items():
+        command = commands.add_parser(name, help=verb.help, description=verb.description)
+        _add_fields(command, verb.config)
+        _add_output(command, verb)
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser, verb: Verb) -> None:
+    """Add ``--out``, ``--resume`` and ``--quiet``."""
+    words = "directory for all results"
+    if verb.out is None:
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=words)
+    else:
+        words = f"{words} (default: {verb.out})"
+        parser.add_argument("--out", type=Path, default=Path(verb.out), metavar="DIR", help=words)
+    if verb.resumes:
+        parser.add_argument("--resume", action="store_true", help="continue what is in DIR")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def _add_fields(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
+    """Add one option per field of a configuration."""
+    hints = get_type_hints(kind)
+    words = _attribute_docs(kind)
+    defaults = kind()
+    for entry in fields(kind):
+        default = getattr(defaults, entry.name)
+        hint = hints[entry.name]
+        text = _help(words[entry.name], entry, choices_of(hint), default)
+        if entry.metadata.get("positional"):
+            parser.add_argument(entry.name, choices=choices_of(hint), help=text)
+            continue
+        option = entry.metadata.get("option", entry.name.removeprefix("n_"))
+        parser.add_argument(
+            f"--{option.replace('_', '-')}",
+            dest=entry.name,
+            default=default,
+            help=text,
+            **_settings(option, hint),
+        )
+
+
+def _settings(option: str, hint: Any) -> dict[str, Any]:
+    """Return how an option is read, by the type of its field."""
+    if hint is bool:
+        return {"action": "store_true"}
+    if get_origin(hint) is Mapping:
+        return {"nargs": "+", "type": _named_range, "metavar": "NAME=RANGE"}
+    choices = choices_of(hint)
+    settings: dict[str, Any] = {"type": str, "metavar": option.upper()}
+    if choices:
+        settings["type"] = partial(normalised, choices=choices)
+        settings["choices"] = choices
+    for number, metavar in ((int, "N"), (float, "X")):
+        if number in (hint, *get_args(hint)):
+            settings = {"type": number, "metavar": metavar}
+    if get_origin(hint) is tuple:
+        settings["nargs"] = "*"
+    return settings
+
+
+def _named_range(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form rotation=3.14") from None
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"the range of {name} must be finite, got {value}")
+    return name, number
+
+
+# Help texts, from the docstrings.
+
+
+def _attribute_docs(kind: type) -> dict[str, str]:
+    """Return the entries under ``Attributes:`` of a class and its bases, by name."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        docstring = inspect.cleandoc(base.__doc__ or "")
+        _, _, section = docstring.partition("Attributes:\n")
+        section = re.split(r"\n(?=\S)", section)[0]  # up to what is not indented
+        for entry in re.split(r"\n(?=    \S)", section):
+            name, _, text = entry.strip().partition(": ")
+            found[name] = " ".join(text.replace("``", "").split())
+    return found
+
+
+def _help(text: str, entry: Field[Any], choices: tuple[str, ...], default: Any) -> str:
+    """Return an entry with the choices and the default, as argparse takes it."""
+    parts = [text[0].lower() + text[1:].removesuffix(".")]
+    meanings = entry.metadata.get("meanings")
+    if meanings is not None:
+        parts.append("; ".join(f"{name} ({words})" for name, words in meanings.items()))
+    elif choices and not entry.metadata.get("positional"):
+        parts.append(", ".join(choice.replace("_", "-") for choice in choices))
+    shown = _shown(default, choices)
+    words = ": ".join(parts)
+    if shown and not entry.metadata.get("positional"):
+        words = f"{words} (default: {shown})"
+    return words.replace("%", "%%")
+
+
+def _shown(default: Any, choices: tuple[str, ...]) -> str:
+    """Return a default as it would be written on the command line; nothing if it has no words."""
+    if default is None or default is False:
+        return ""
+    if default == ():
+        return "none"
+    if choices and default == choices:
+        return "all"
+    if isinstance(default, tuple):
+        return " ".join(str(value) for value in default)
+    if isinstance(default, Mapping):
+        return " ".join(f"{name}={value:.6g}" for name, value in default.items())
+    if choices:
+        return default.replace("_", "-")
+    return str(default)

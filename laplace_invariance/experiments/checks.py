@@ -1,0 +1,97 @@
+"""Configurations that check themselves: their base class, and checks that they share.
+
+Like :mod:`.options` this imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+__all__ = ["Config", "check_not_negative", "check_positive", "choices_of", "normalised"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base class of all configurations.
+
+    It checks every field against the choices of its type, where hyphens may stand for
+    underscores, and makes tuples of lists, as JSON has them. Metadata of a field may give its
+    ``option`` on the command line, the ``meanings`` of its choices, ``positional=True``, or
+    ``identity=False``: a field in which two runs of one experiment may differ.
+
+    Raises:
+        ValueError: If a value is not among its choices, or out of its range.
+    """
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, list):
+                value = tuple(value)
+            self._set(entry.name, self._checked(entry.name, value, hints[entry.name]))
+
+    def _checked(self, name: str, value: Any, hint: Any) -> Any:
+        choices = choices_of(hint)
+        if not choices:
+            return value
+        if get_origin(hint) is tuple:
+            values = tuple(normalised(one, choices) for one in value)
+            check_choices(name, values, choices)
+            return values
+        if isinstance(value, tuple):  # a field that takes one of its choices or something else
+            return value
+        value = normalised(value, choices)
+        check_choice(name, value, choices)
+        return value
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the one place where a frozen field is normalised
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the values that a type hint allows by a ``Literal`` in it; none if it has none."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    for part in get_args(hint):
+        found = choices_of(part)
+        if found:
+            return found
+    return ()
+
+
+def normalised(value: str, choices: tuple[str, ...]) -> str:
+    """Return the choice that a value spells, with hyphens and underscores alike, or the value."""
+    by_spelling = {choice.replace("-", "_"): choice for choice in choices}
+    return by_spelling.get(str(value).replace("-", "_"), value)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
+
+
+def check_choices(name: str, values: tuple[str, ...], choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless there are values and all of them are among the choices."""
+    unknown = [value for value in values if value not in choices]
+    if unknown or not values:
+        raise ValueError(f"{name} must be some of {', '.join(choices)}, got {unknown or 'none'}")
+
+
+def check_positive(config: Config, *names: str) -> None:
+    """Raise ValueError unless the named fields are positive and finite, or None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def check_not_negative(config: Config, *names: str) -> None:
+    """Raise ValueError unless the named fields are finite and not negative."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {value}")

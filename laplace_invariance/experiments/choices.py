@@ -1,0 +1,72 @@
+"""What the fields of configurations may be: types, and the meanings of their values.
+
+Like :mod:`.options` this imports neither torch nor numpy. A test compares the types with what data
+sets, layers and augmentations know.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Transform = Literal["fully_rotated", "partially_rotated", "translated", "scaled", "original"]
+Rotation = Literal["fully_rotated", "partially_rotated", "original"]
+NetworkName = Literal["mlp", "cnn", "resnet"]
+LearnMethod = Literal["evidence", "none", "augerino", "fixed", "trivial-augment"]
+LayersMethod = Literal["evidence", "map"]
+LayersTask = Literal["plain", "digit", "both"]
+PriorStructure = Literal["layerwise", "path", "scalar"]
+MeasureMethod = Literal["plain", "augmented", "regularised", "tied", "evidence"]
+MeasureGroup = Literal["quarter-turns", "rotations"]
+PairsTask = Literal["dft", "shift", "two-part", "permutation", "scaled-shift"]
+PairsLayer = Literal["rich", "selu"]
+VariationalMethod = Literal["learnt", "fixed", "point"]
+Activation = Literal["cosine", "relu"]
+Draws = Literal["independent", "sobol", "grid"]
+DemoName = Literal["points"]
+
+LEARN_METHODS: dict[LearnMethod, str] = {
+    "evidence": "ranges learnt by evidence",
+    "none": "no invariance, priors learnt by evidence",
+    "augerino": "ranges learnt by the loss and a reward for wide ones, priors by evidence",
+    "fixed": "fixed ranges, as many samples, priors learnt by evidence",
+    "trivial-augment": (
+        "torchvision's TrivialAugmentWide on training images, priors learnt by evidence"
+    ),
+}
+LAYERS_METHODS: dict[LayersMethod, str] = {
+    "evidence": "prior precisions learnt by evidence",
+    "map": "prior precisions fixed at 1, the evidence estimated once at the end",
+}
+LAYERS_TASKS: dict[LayersTask, str] = {
+    "plain": "images as they are",
+    "digit": "images in random quadrants, labelled by class",
+    "both": "images in random quadrants, labelled by class and quadrant",
+}
+LAYERS_PRIORS: dict[PriorStructure, str] = {
+    "layerwise": "each tensor has its own",
+    "path": "each path has its own",
+    "scalar": "all weights share one",
+}
+MEASURE_METHODS: dict[MeasureMethod, str] = {
+    "plain": "trained on images as they are",
+    "augmented": "every image transformed at random in every epoch",
+    "regularised": "the same, and the invariance error added to the loss",
+    "tied": "averaged over the group, so invariant by construction",
+    "evidence": (
+        "averaged with weights or a range learnt by evidence, from images transformed once"
+    ),
+}
+PAIRS_TASKS: dict[PairsTask, str] = {
+    "dft": (
+        "circular shifts; the code is taught: moduli, sines and cosines of the Fourier transform"
+    ),
+    "shift": "circular shifts, learnt from pairs",
+    "two-part": "circular shifts of each half, learnt from pairs",
+    "permutation": "shifts along a hidden cycle of the entries, learnt from pairs",
+    "scaled-shift": "circular shifts and multiplication by 1/2 to 2, learnt from pairs",
+}
+VARIATIONAL_METHODS: dict[VariationalMethod, str] = {
+    "learnt": "range learnt by the ELBO",
+    "fixed": "range fixed, all else learnt by the ELBO",
+    "point": "range learnt by the likelihood at a point estimate",
+}

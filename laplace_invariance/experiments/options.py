@@ -1,0 +1,400 @@
+"""Configurations of all experiments: one class per verb of the command line.
+
+Nothing here imports torch or numpy, so that the command line, which is built from these classes,
+answers ``--help`` at once. An entry under ``Attributes:`` is also the help text of its option.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import get_args
+
+from laplace_invariance.experiments import choices
+from laplace_invariance.experiments.checks import Config, check_not_negative, check_positive
+
+__all__ = [
+    "CompareConfig",
+    "DemoConfig",
+    "ImagesConfig",
+    "LayersConfig",
+    "LearnConfig",
+    "MeasureConfig",
+    "PairsConfig",
+    "RangesConfig",
+    "VariationalConfig",
+]
+
+
+# What several verbs have in common.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesConfig(Config):
+    """The images that an experiment uses.
+
+    Attributes:
+        data: Source of the images: digits, mnist, fashion-mnist, cifar10, or a FILE.npz with
+            x_train, y_train, x_test and y_test.
+        n_train: Number of training images, by default all.
+        n_test: Number of test images, by default all.
+        root: Directory of torchvision's data sets.
+        download: Download a data set of torchvision that is not in the directory.
+    """
+
+    data: str = "digits"
+    n_train: int | None = None
+    n_test: int | None = None
+    root: str = field(default="data", metadata={"identity": False})
+    download: bool = field(default=False, metadata={"identity": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangesConfig(ImagesConfig):
+    """What ``learn`` and ``compare`` have in common: the network, its training, the methods.
+
+    Attributes:
+        net: Network.
+        n_samples: Number of sampled transformations per image.
+        n_epochs: Number of epochs of training.
+        correlated: Learn correlations of the ranges, too.
+        fixed: Ranges of the method "fixed", by name of the generator; rotations are in radians.
+        strength: Strength of Augerino's reward for wide ranges.
+        lr_augerino: Step size of the ranges under Augerino.
+    """
+
+    net: choices.NetworkName = "mlp"
+    n_samples: int = 8
+    n_epochs: int = 100
+    correlated: bool = False
+    fixed: Mapping[str, float] = field(default_factory=lambda: {"rotation": math.pi})
+    strength: float = 0.1
+    lr_augerino: float = 0.03
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_samples", "n_epochs")
+        check_not_negative(self, "strength")
+
+
+# One configuration per verb.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnConfig(RangesConfig):
+    """Configuration of one run of ``learn``: images, transformation, method and network.
+
+    Attributes:
+        transform: How the images are transformed.
+        method: How invariance is learnt.
+        seed: Seed of the subset, the transformations, the weights and the draws.
+    """
+
+    transform: choices.Transform = "fully_rotated"
+    method: choices.LearnMethod = field(
+        default="evidence", metadata={"meanings": choices.LEARN_METHODS}
+    )
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(RangesConfig):
+    """Configuration of ``compare``: one run of ``learn`` per transformation, method and seed.
+
+    Attributes:
+        transforms: How the images are transformed, one or several.
+        methods: How invariance is learnt, one or several.
+        seeds: Seeds of the subset, the transformations, the weights and the draws, one or several.
+    """
+
+    transforms: tuple[choices.Transform, ...] = field(
+        default=get_args(choices.Transform), metadata={"option": "transform", "identity": False}
+    )
+    methods: tuple[choices.LearnMethod, ...] = field(
+        default=get_args(choices.LearnMethod),
+        metadata={"option": "method", "meanings": choices.LEARN_METHODS, "identity": False},
+    )
+    seeds: tuple[int, ...] = field(default=(0,), metadata={"option": "seed", "identity": False})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seeds:
+            raise ValueError("there is nothing to compare: give at least one seed")
+
+    @property
+    def runs(self) -> list[LearnConfig]:
+        """Configuration of every run, with the seeds innermost."""
+        shared = {entry.name: getattr(self, entry.name) for entry in fields(RangesConfig)}
+        cells = itertools.product(self.transforms, self.methods, self.seeds)
+        return [LearnConfig(**shared, transform=t, method=m, seed=s) for t, m, s in cells]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersConfig(ImagesConfig):
+    """Configuration of one run of ``layers``: images, task, network, priors and training.
+
+    Attributes:
+        transform: How the images are transformed.
+        task: What the network predicts.
+        kind: Paths of every layer, joined by "+": gconv (group convolution), conv, s_conv
+            (convolution with a sparse filter), f_fc (fully connected, factored over positions),
+            s_fc (factored and sparse), fc.
+        method: How prior precisions are found.
+        width: Number of channels of the first layer.
+        n_epochs: Number of epochs of training.
+        batch_size: Number of images per batch of training.
+        lr: Step size of the weights at the start.
+        lr_min: Step size of the weights at the end of half a cosine over all batches.
+        marglik_frequency: Number of epochs between two estimates of the evidence.
+        n_epochs_burnin: Number of epochs before the first estimate.
+        n_hypersteps: Number of steps on prior precisions per estimate.
+        lr_hyp: Step size of the prior precisions.
+        marglik_batch_size: Number of images per batch of an estimate.
+        output_rank: Number of leading directions of the loss Hessian in the curvature; in Python
+            None is all.
+        prior_structure: What shares a prior precision; in Python also regular expressions, as for
+            ``marglik_training``.
+        per_slot: Give factored layers a gradient factor per slot in the curvature.
+        scale: Scale of the initial weights of all paths but the strictest.
+        free_precision: Initial prior precision of these paths, if it is learnt per tensor or path;
+            that of everything else is 1.
+        seed: Seed of the subset, the transformations, the quadrants and the weights.
+    """
+
+    transform: choices.Transform = "original"
+    task: choices.LayersTask = field(default="plain", metadata={"meanings": choices.LAYERS_TASKS})
+    kind: str = "f_fc+conv"
+    method: choices.LayersMethod = field(
+        default="evidence", metadata={"meanings": choices.LAYERS_METHODS}
+    )
+    width: int = 4
+    n_epochs: int = 40
+    batch_size: int = 125
+    lr: float = 5e-3
+    lr_min: float = 1e-5
+    marglik_frequency: int = 4
+    n_epochs_burnin: int = 4
+    n_hypersteps: int = 50
+    lr_hyp: float = 0.1
+    marglik_batch_size: int = 500
+    output_rank: int | None = 3
+    prior_structure: choices.PriorStructure | tuple[str, ...] = field(
+        default="layerwise", metadata={"option": "prior", "meanings": choices.LAYERS_PRIORS}
+    )
+    per_slot: bool = False
+    scale: float = 0.01
+    free_precision: float = 1000.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "width", "n_epochs", "batch_size", "lr", "marglik_frequency")
+        check_positive(self, "lr_hyp", "marglik_batch_size", "output_rank", "free_precision")
+        check_not_negative(self, "lr_min", "n_epochs_burnin", "n_hypersteps", "scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig(ImagesConfig):
+    """Configuration of ``measure``: images, group, and the methods that networks are trained by.
+
+    Attributes:
+        shifted: Source of images of another kind and the same size, whose test images are used;
+            by default negatives of the test images.
+        group: Transformations that networks should be invariant to.
+        methods: How networks are trained, one or several; all start with the same weights.
+        n_samples: Number of rotations that networks are averaged over.
+        n_epochs: Number of epochs of training.
+        strength: Strength of the invariance error as a penalty.
+        seed: Seed of the subsets, the transformations, the weights and the draws.
+    """
+
+    shifted: str | None = None
+    group: choices.MeasureGroup = "quarter-turns"
+    methods: tuple[choices.MeasureMethod, ...] = field(
+        default=get_args(choices.MeasureMethod),
+        metadata={"option": "method", "meanings": choices.MEASURE_METHODS, "identity": False},
+    )
+    n_samples: int = 8
+    n_epochs: int = 40
+    strength: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_samples", "n_epochs")
+        check_not_negative(self, "strength")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsConfig(Config):
+    """Configuration of ``pairs``: the hidden symmetry, the networks and their training.
+
+    Attributes:
+        task: Hidden symmetry, and how it is learnt.
+        networks: Networks, one or several, each as layer-depth of encoder and decoder, such as
+            rich-1 or selu-4; all are trained on the same data.
+        n_features: Size of the vectors.
+        width: Number of linear units per layer, by default 8 for each feature.
+        n_train: Number of vectors, or pairs, to train on.
+        n_test: Number of vectors, or pairs, to test on.
+        n_epochs: Number of epochs of training.
+        batch_size: Number of vectors, or pairs, per batch.
+        lr: Step size of Adam at the start, from which it falls to zero along half a cosine; by
+            default 0.003, or 0.01 where SELU layers are taught the code (task dft).
+        weight: Weight of the loss of the code, relative to that of the reconstruction.
+        delta: Offset of squared distances in the loss of the code.
+        alpha: Factor of squared distances in the loss of the code.
+        seed: Seed of the data, the weights and the batches.
+    """
+
+    task: choices.PairsTask = field(default="dft", metadata={"meanings": choices.PAIRS_TASKS})
+    networks: tuple[str, ...] = ("rich-1", "selu-4")
+    n_features: int = 10
+    width: int | None = None
+    n_train: int = 60_000
+    n_test: int = 10_000
+    n_epochs: int = 30
+    batch_size: int = 128
+    lr: float | None = None
+    weight: float = 8.0
+    delta: float = 1.0
+    alpha: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "width", "n_train", "n_test", "n_epochs", "batch_size")
+        check_positive(self, "lr", "weight", "delta", "alpha")
+        if not self.networks or len(set(self.networks)) < len(self.networks):
+            raise ValueError(
+                f"networks must be different ones, and at least one, got {list(self.networks)}"
+            )
+        for name in self.networks:
+            self.layer_and_depth(name)
+
+    @staticmethod
+    def layer_and_depth(name: str) -> tuple[str, int]:
+        """Return what the name of a network says: the kind of its layers and their number.
+
+        Args:
+            name: Name of a network, such as ``"rich-1"``.
+
+        Raises:
+            ValueError: If the name is of another form.
+        """
+        layer, _, depth = name.partition("-")
+        if layer not in get_args(choices.PairsLayer) or not depth.isdecimal():
+            known = ", ".join(get_args(choices.PairsLayer))
+            raise ValueError(
+                f"unknown network {name!r}; write layer-depth, such as rich-2, of {known}"
+            )
+        return layer, int(depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariationalConfig(ImagesConfig):
+    """Configuration of ``variational``: images, starts of the range, network and training.
+
+    Attributes:
+        transform: How the images are rotated.
+        learnt: Starts of the range in degrees, one run each, in which the ELBO learns the range.
+        fixed: Ranges in degrees, one run each, in which the range stays.
+        point: Starts of the range in degrees, one run each, in which the likelihood of a point
+            estimate learns the range.
+        activation: Activation of the hidden layer.
+        n_features: Width of the hidden layer, even for cosines.
+        n_samples: Number of rotations of its weights.
+        length_scale: Length scale of the cosines, in units of the image.
+        output_scale: Initial standard deviation of the outputs under the prior.
+        blur: Standard deviation of the blur of the weights, in half-widths of the image.
+        draws: Draws of rotations. Those of a grid are always the same. The mean over independent
+            draws is noisier for wider ranges, so that no range wider than needed is learnt.
+        n_epochs: Number of epochs of training.
+        batch_size: Number of images per batch.
+        lr: Step size of the covariances and the first layer.
+        lr_mean: Step size of the means.
+        lr_hyper: Step size of the range and the scale.
+        n_epochs_burnin: Number of epochs in which the range stays.
+        seed: Seed of the subset, the rotations, the weights and the draws.
+    """
+
+    transform: choices.Rotation = "fully_rotated"
+    learnt: tuple[float, ...] = field(default=(5.0,), metadata={"option": "init"})
+    fixed: tuple[float, ...] = ()
+    point: tuple[float, ...] = ()
+    activation: choices.Activation = "cosine"
+    n_features: int = 256
+    n_samples: int = 16
+    length_scale: float = 3.0
+    output_scale: float = 8.0
+    blur: float = 0.1
+    draws: choices.Draws = "independent"
+    n_epochs: int = 15
+    batch_size: int = 128
+    lr: float = 0.02
+    lr_mean: float = 0.3
+    lr_hyper: float = 0.1
+    n_epochs_burnin: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for method in choices.VARIATIONAL_METHODS:
+            starts = tuple(float(start) for start in getattr(self, method))
+            self._set(method, starts)
+            if not all(0 <= start <= 180 for start in starts):
+                raise ValueError(
+                    f"ranges of {method} must be between 0 and 180 degrees, got {starts}"
+                )
+        if not self.plan:
+            known = ", ".join(choices.VARIATIONAL_METHODS)
+            raise ValueError(f"there is nothing to run; give at least one of {known}")
+        check_positive(self, "n_epochs", "batch_size", "lr", "lr_mean", "lr_hyper")
+        if self.n_epochs <= self.n_epochs_burnin:
+            raise ValueError(
+                f"n_epochs must be above the {self.n_epochs_burnin} of burn-in, in which ranges "
+                f"stay, got {self.n_epochs}"
+            )
+
+    @property
+    def plan(self) -> list[tuple[choices.VariationalMethod, float]]:
+        """Method and start of every run."""
+        runs: list[tuple[choices.VariationalMethod, float]] = []
+        for method in choices.VARIATIONAL_METHODS:
+            starts = dict.fromkeys(getattr(self, method))  # in their order, each once
+            runs += [(method, start) for start in starts]
+        return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Config):
+    """Configuration of a demonstration.
+
+    Attributes:
+        name: Demonstration: points learns how far shapes of 2-D points may be rotated (under a
+            minute).
+        n_train: Number of training examples.
+        n_samples: Number of sampled rotations per example.
+        n_epochs: Number of epochs of training.
+        n_epochs_burnin: Number of epochs before the first estimate of the evidence.
+        marglik_frequency: Number of epochs between two estimates of the evidence.
+        seed: Seed of the data, the weights and the draws.
+    """
+
+    name: choices.DemoName = field(default="points", metadata={"positional": True})
+    n_train: int = 200
+    n_samples: int = 16
+    n_epochs: int = 240
+    n_epochs_burnin: int = 10
+    marglik_frequency: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_train", "n_samples", "marglik_frequency")
+        check_not_negative(self, "n_epochs_burnin")
+        least = self.n_epochs_burnin + self.marglik_frequency
+        if self.n_epochs < least:
+            raise ValueError(f"n_epochs must be at least {least}, got {self.n_epochs}")

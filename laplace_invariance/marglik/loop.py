@@ -1,0 +1,287 @@
+"""The epoch loop: weights are trained by the loss, everything else by estimates of the evidence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+import tqdm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from laplace_invariance.hyper import StepGuard, named_hyperparameters
+from laplace_invariance.marglik.checkpoints import Journal
+from laplace_invariance.marglik.evidence import TERMS, EvidenceEstimator, finite
+from laplace_invariance.marglik.hyperparameters import Hyperparameters
+from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.settings import Record, Settings
+
+__all__ = ["Trainer"]
+
+MAX_NAMED = 200  # prior precisions that a record has by name
+MAX_LISTED = 1000  # prior precisions that a record has at all
+
+
+class Trainer:
+    """Trains the weights of a model epoch by epoch, has the evidence estimated, and keeps records.
+
+    Args:
+        model: Network with outputs ``[batch, outputs]``.
+        settings: Settings of the run.
+
+    Attributes:
+        model: The model.
+        settings: The settings.
+        priors: Prior precisions and noise.
+        hyperparameters: Hyperparameters of the model that are learnt.
+        estimator: Estimator of the evidence.
+        guard: Guard of all steps, which counts those that were skipped.
+        epoch: Number of epochs done.
+        losses: Mean training loss of every epoch, with the prior's term.
+        history: One record per epoch.
+
+    Raises:
+        ValueError: If nothing can be trained, or a hyperparameter is not finite.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model = model
+        self.settings = settings
+        self._weights = [p for p in model.parameters() if p.requires_grad]
+        if not self._weights:
+            raise ValueError("the model has no parameter that requires grad")
+        self.hyperparameters = Hyperparameters(model, settings.hyperparameters.lr_aug)
+        is_regression = settings.evidence.is_regression
+        temperature = settings.evidence.temperature
+        self.priors = Priors(model, settings.priors, temperature, has_noise=is_regression)
+        kinds = ("weights", "priors", "hyperparameters")
+        self.guard = StepGuard(kinds, settings.optimizer.max_bad_steps)
+        self.estimator = EvidenceEstimator(
+            model, settings, self.priors, self.hyperparameters, self.guard
+        )
+        self._optimizer, self._scheduler = settings.optimizer.build(model)
+        self._objective = settings.hyperparameters.objective
+        self._criterion = nn.MSELoss() if is_regression else nn.CrossEntropyLoss()
+        known = {id(tensor) for _, tensor in named_hyperparameters(model)}
+        # such as those of batch normalisation
+        self._statistics = [buffer for buffer in model.buffers() if id(buffer) not in known]
+        self._parts: dict[str, Any] = {
+            "model": model,
+            "priors": self.priors,
+            "hyperparameters": self.hyperparameters,
+            "estimator": self.estimator,
+            "guard": self.guard,
+            "optimizer": self._optimizer,
+        }
+        if self._scheduler is not None:
+            self._parts["scheduler"] = self._scheduler
+        self.epoch = 0
+        self.losses: list[float] = []
+        self.history: list[Record] = []
+
+    def train(self, journal: Journal) -> None:
+        """Train all epochs that are left.
+
+        Args:
+            journal: Journal, already open, that gets every record and a checkpoint per epoch.
+
+        Raises:
+            FloatingPointError: If too many steps of one kind in a row were not finite.
+        """
+        output = self.settings.output
+        bar = tqdm.tqdm(
+            total=self.n_epochs, initial=self.epoch, disable=not output.progress_bar, unit="epoch"
+        )
+        with bar:
+            while self.epoch < self.n_epochs:
+                try:
+                    record = self._run_epoch()
+                except FloatingPointError as error:
+                    raise FloatingPointError(f"{error}; {journal.last_good()}") from None
+                self.history.append(record)
+                journal.append(record)
+                for callback in output.callbacks:
+                    callback(record, self.model)
+                journal.save()  # after callbacks, so that it has what they did to random states
+                bar.update()
+                if output.progress_bar:
+                    bar.set_postfix(self._progress())
+
+    @property
+    def n_epochs(self) -> int:
+        """Number of epochs after which training ends."""
+        return self.settings.schedule.n_epochs
+
+    def _run_epoch(self) -> Record:
+        """Train the weights once, estimate the evidence and validate if due; return the record."""
+        self.epoch += 1
+        rate = self.settings.hyperparameters.rate(self.epoch, self.n_epochs)
+        self.hyperparameters.set_rate(rate)
+        due = self.settings.schedule.due(self.epoch)
+        started = time.perf_counter()
+        self.losses.append(self._train_weights())
+        trained = time.perf_counter()
+        estimate: Record = {}
+        if due and self._objective.estimates:
+            estimate = self.estimator.estimate(self.epoch)
+        seconds = {"train": trained - started, "estimate": time.perf_counter() - trained}
+        valid = None
+        loader = self.settings.data.valid_loader
+        if loader is not None and (due or self.epoch == self.n_epochs):
+            valid = self._validate(loader)
+        return self._record(estimate, valid, seconds)
+
+    def _train_weights(self) -> float:
+        """Pass once over the training data, and return the mean loss of the steps taken."""
+        self.model.train()
+        total, count = 0.0, 0
+        for data in self.settings.data.train_loader:
+            x, y = self._batch(data)
+            self._zero_grad()
+            statistics = [buffer.clone() for buffer in self._statistics]
+            loss = self._objective.training_loss(self.model, self._criterion, x, y)
+            loss = loss + self.priors.penalty(self.settings.data.n_data)
+            if torch.isfinite(loss):
+                loss.backward()
+            if self._step(loss.detach()):
+                total += loss.item() * len(y)
+                count += len(y)
+            else:
+                for buffer, kept in zip(self._statistics, statistics, strict=True):
+                    buffer.copy_(kept)
+            if self._scheduler is not None:
+                self._scheduler.step()
+        self._zero_grad()
+        return total / count if count else float("nan")
+
+    def _step(self, loss: Tensor) -> bool:
+        """Step the weights, and hyperparameters if the loss steps these; return whether it did."""
+        learnt: list[Tensor] = [*self._weights]
+        if self._objective.steps_in_training:
+            learnt += self.hyperparameters.tensors
+        if not self.guard.allows("weights", learnt, loss):
+            return False
+        self._optimizer.step()
+        if self._objective.steps_in_training:
+            self.hyperparameters.step()
+        return True
+
+    def _zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+        self.hyperparameters.zero_grad()
+
+    def _batch(self, data: Any) -> tuple[Any, Tensor]:
+        """Return inputs and targets on the device of the weights; a mapping stays as it is."""
+        device = self._weights[0].device
+        if isinstance(data, MutableMapping):
+            y = data[self.settings.data.dict_key_y]
+            return data, y.to(device, non_blocking=True)
+        x, y = data
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    @torch.no_grad()
+    def _validate(self, loader: DataLoader) -> dict[str, float | None]:
+        """Return the mean loss and, of classes, the accuracy on other data.
+
+        Even a loader that does not shuffle draws from torch's generator, and what is only reported
+        must not change the run: the generator's state is restored.
+        """
+        self.model.eval()
+        totals = {"loss": 0.0}
+        if not self.settings.evidence.is_regression:
+            totals["accuracy"] = 0.0
+        count = 0
+        with torch.random.fork_rng(devices=[]):
+            for data in loader:
+                x, y = self._batch(data)
+                outputs = self.model(x)
+                totals["loss"] += self._criterion(outputs, y).item() * len(y)
+                if "accuracy" in totals:
+                    correct = (outputs.argmax(-1) == y).double()
+                    totals["accuracy"] += correct.mean().item() * len(y)
+                count += len(y)
+        return {name: finite(total / count) for name, total in totals.items()}
+
+    def _record(
+        self,
+        estimate: Record,
+        valid: dict[str, float | None] | None,
+        seconds: dict[str, float],
+    ) -> Record:
+        """Return what is known at the end of an epoch."""
+        noise = self.priors.noise
+        named = self.priors.named() if len(self.priors.groups) <= MAX_NAMED else None
+        return {
+            "epoch": self.epoch,
+            "loss": finite(self.losses[-1]),
+            **dict.fromkeys(("evidence", *TERMS)),
+            **self.hyperparameters.describe(),
+            **estimate,
+            "prior_precision": _summary(self.priors.precision.detach()),
+            "prior_precisions": named,
+            "sigma_noise": None if noise is None else noise.item(),
+            "valid": valid,
+            "skipped": dict(self.guard.skipped),
+            "seconds": seconds,
+        }
+
+    def _progress(self) -> dict[str, str]:
+        """Return loss, evidence, accuracy and the widest ranges, each as last known."""
+        shown = {"loss": f"{self.losses[-1]:.3f}"}
+        evidence = self._last_known("evidence")
+        if evidence is not None:
+            shown["evidence"] = f"{evidence / self.settings.data.n_data:.3f}"
+        valid = self._last_known("valid")
+        if valid is not None and "accuracy" in valid:
+            shown["accuracy"] = f"{valid['accuracy']:.1%}"
+        ranges: dict[str, float] = {}
+        for magnitudes in self.history[-1]["ranges"].values():
+            ranges |= magnitudes
+        widest = sorted(ranges.items(), key=lambda item: item[1], reverse=True)[:3]
+        return shown | {name: f"{value:.2f}" for name, value in widest}
+
+    def _last_known(self, key: str) -> Any:
+        known = (record[key] for record in reversed(self.history) if record[key] is not None)
+        return next(known, None)
+
+    def signature(self) -> dict[str, Any]:
+        """Return what must agree between a run that wrote a checkpoint and one that resumes it."""
+        tensors = self.model.state_dict().items()
+        return {
+            "tensors of the model": {n: f"{list(v.shape)} {v.dtype}" for n, v in tensors},
+            "learnt hyperparameters": list(self.hyperparameters.named),
+            "number of training examples": self.settings.data.n_data,
+            "number of prior precisions": self.priors.log_precision.numel(),
+            "groups of prior precisions": self.priors.grouping,
+            "optimizer": type(self._optimizer).__name__,
+            "scheduler": type(self._scheduler).__name__,
+            **self.settings.signature(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but random states that the rest of the run depends on."""
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        return {
+            "signature": self.signature(),
+            "epoch": self.epoch,
+            "losses": self.losses,
+            "history": self.history,
+            **states,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back a state that :meth:`state_dict` returned."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self.epoch = state["epoch"]
+        self.losses = state["losses"]
+        self.history = state["history"]
+
+
+def _summary(precisions: Tensor) -> list[float]:
+    """Return prior precisions; minimum, median and maximum if there are too many for a record."""
+    if len(precisions) > MAX_LISTED:
+        precisions = torch.stack([precisions.min(), precisions.median(), precisions.max()])
+    return precisions.tolist()

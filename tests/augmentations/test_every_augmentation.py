@@ -1,0 +1,153 @@
+"""What holds for every augmentation: identity at zero, replayed draws, gradients, dtypes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from twins import central_differences, relative_error
+
+from laplace_invariance import named_hyperparameters
+from laplace_invariance.augmentations import (
+    AffineImage,
+    AffinePoints,
+    Colour,
+    Compose,
+    FiniteGroup,
+    LieGroup,
+    Sequence,
+)
+from laplace_invariance.draws import recording, replaying
+from laplace_invariance.hyper import differentiable
+
+IMAGES, SIGNALS, POINTS = (2, 3, 7, 5), (2, 3, 11), (5, 7, 2)
+SAMPLES = 4
+
+
+def two(kind, first, second):
+    """Return a function that makes a composition of two augmentations of a kind."""
+
+    def make(**options):
+        return Compose(kind(**{"init": first, **options}), kind(**{"init": second, **options}))
+
+    return make
+
+
+def colour_and_affine(**options):
+    return Compose(Colour(**{"init": 0.3, **options}), AffineImage(**{"init": 0.2, **options}))
+
+
+def circular(**options):
+    return Sequence(**{"init": [0.3, -0.4], "padding": "circular", **options})
+
+
+AUGMENTATIONS = {
+    "image": (lambda **options: AffineImage(**{"init": 0.2, **options}), IMAGES),
+    "point": (lambda **options: AffinePoints(**{"init": 0.2, **options}), (3, 2)),
+    "points": (lambda **options: AffinePoints(**{"init": 0.2, **options}), POINTS),
+    "points in 3-D": (lambda **options: AffinePoints(3, **{"init": 0.2, **options}), (5, 7, 3)),
+    "colour": (lambda **options: Colour(**{"init": [0.3, -0.4, 0.5], **options}), IMAGES),
+    "signal": (lambda **options: Sequence(**{"init": [0.3, -0.4], **options}), SIGNALS),
+    "circular signal": (circular, SIGNALS),
+    "composed images": (colour_and_affine, IMAGES),
+    "composed points": (two(AffinePoints, 0.3, 0.2), POINTS),
+    "composed signals": (two(Sequence, 0.3, 0.1), SIGNALS),
+}
+every_augmentation = pytest.mark.parametrize(
+    ("make", "shape"), AUGMENTATIONS.values(), ids=AUGMENTATIONS
+)
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"correlated": True}, {"draws": "sobol"}],
+    ids=["independent", "correlated", "sobol"],
+)
+def test_identity_at_zero(name, options):
+    make, shape = AUGMENTATIONS[name]
+    augmentation, x = make(init=0.0, **options), torch.rand(shape)
+    expected = x.unsqueeze(1).expand(-1, SAMPLES, *shape[1:])
+    exact = {"rtol": 0, "atol": 0}
+    if "image" in name:  # linspace rounds
+        exact = {}
+    draws = augmentation.sample(len(x), SAMPLES)
+    torch.testing.assert_close(augmentation.transform(x, draws), expected, **exact)
+    torch.testing.assert_close(augmentation(x), x, **exact)
+
+
+@every_augmentation
+def test_one_set_of_draws_for_all_inputs(make, shape):
+    augmentation, x = make(), torch.rand(shape)
+    draws = augmentation.fixed(SAMPLES)
+    assert draws.shape == (1, SAMPLES, len(augmentation.names))
+    expected = augmentation.transform(x, draws.expand(len(x), -1, -1))
+    torch.testing.assert_close(augmentation.transform(x, draws), expected)
+    torch.testing.assert_close(augmentation.weights(SAMPLES), torch.full((SAMPLES,), 1 / SAMPLES))
+
+
+@every_augmentation
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"constraint": "tanh"}, {"correlated": True}],
+    ids=["unconstrained", "tanh", "correlated"],
+)
+def test_gradient_in_every_hyperparameter_equals_central_differences(make, shape, options):
+    augmentation, x = make(**options), torch.rand(shape)
+    for name, tensor in named_hyperparameters(augmentation):
+        if name.endswith("mixing"):
+            tensor.data.copy_(0.1 * torch.randn_like(tensor))
+    draws = augmentation.sample(len(x), SAMPLES)
+    weights = torch.randn_like(augmentation.transform(x, draws))
+
+    def value():
+        return (weights * augmentation.transform(x, draws).square()).sum()
+
+    with differentiable():
+        value().backward()
+    for name, tensor in named_hyperparameters(augmentation):
+        assert relative_error(tensor.grad, central_differences(value, tensor, 1e-7)) < 1e-6, name
+
+
+@every_augmentation
+def test_follows_the_dtype_of_the_input(make, shape):
+    augmentation, x = make(), torch.rand(shape, dtype=torch.float32)
+    draws = augmentation.sample(len(x), SAMPLES)
+    samples = augmentation.transform(x, draws)
+    assert samples.dtype == torch.float32
+    torch.testing.assert_close(
+        samples, augmentation.transform(x.double(), draws).float(), rtol=1e-4, atol=1e-4
+    )
+    assert augmentation.float()(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [AffineImage(init=0.3), FiniteGroup("flips", init=1.0)],
+    ids=["image", "flips"],
+)
+def test_a_call_is_recorded_and_replayed(augmentation):
+    x, tape = torch.randn(IMAGES), []
+    with recording(tape):
+        first = augmentation(x)
+    with replaying(tape):
+        assert torch.equal(augmentation(x), first)
+    assert len(tape) == 1
+
+
+def test_fits_into_a_sequential_and_follows_its_dtype():
+    model = nn.Sequential(AffineImage(init=0.1), nn.Flatten(), nn.Linear(35, 2)).float()
+    assert model(torch.randn(3, 1, 7, 5, dtype=torch.float32)).dtype == torch.float32
+
+
+def test_a_group_of_ones_own_composes():
+    class Scaling(LieGroup):
+        def __init__(self, **kwargs):
+            super().__init__(["scale"], torch.eye(2).unsqueeze(0), [math.inf], **kwargs)
+
+        def transform_by(self, x, coefficients):
+            return x.unsqueeze(1) @ self.exponential(coefficients).mT.to(x.dtype)
+
+    composed = Compose(Scaling(init=math.log(2)), AffinePoints(init={"x_scale": math.log(3)}))
+    samples = composed.transform(torch.ones(1, 5, 2), torch.ones(1, 1, 7))
+    torch.testing.assert_close(samples, torch.tensor([6.0, 2.0]).expand(1, 1, 5, 2))

@@ -1,0 +1,192 @@
+"""Data sets are read as they are stored, and bad files are explained."""
+
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from laplace_invariance.datasets import load
+
+
+def rows(images):
+    return {tuple(row) for row in images.flatten(1).tolist()}
+
+
+def test_digits_are_split_once_and_for_all():
+    first, second = load("digits"), load("digits", seed=3)
+    assert first.x_train.shape == (1198, 1, 8, 8)
+    assert first.x_test.shape == (599, 1, 8, 8)
+    assert first.x_train.min() == 0
+    assert first.x_train.max() == 1
+    assert first.x_train.dtype == torch.get_default_dtype()
+    assert first.y_train.dtype == first.y_test.dtype == torch.int64
+    assert (first.in_shape, first.n_classes, first.name) == ((1, 8, 8), 10, "digits")
+    assert not rows(first.x_train) & rows(first.x_test)
+    for key in ("x_train", "y_train", "x_test", "y_test"):
+        assert torch.equal(getattr(first, key), getattr(second, key))
+
+
+def test_digits_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match="pip install scikit-learn"):
+        load("digits")
+
+
+def arrays(n_train=6, n_test=4, shape=(5, 7), **changes):
+    """Images whose every pixel is their number, and labels that are it too."""
+    found = {}
+    for part, n in (("train", n_train), ("test", n_test)):
+        numbers = np.arange(n, dtype=np.uint8)
+        found[f"x_{part}"] = np.broadcast_to(numbers.reshape(-1, *[1] * len(shape)), (n, *shape))
+        found[f"y_{part}"] = numbers
+    return found | changes
+
+
+def saved(directory, found):
+    np.savez(directory / "mine.npz", **found)
+    return directory / "mine.npz"
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_shape"),
+    [((5, 7), (1, 5, 7)), ((5, 7, 1), (1, 5, 7)), ((5, 7, 3), (3, 5, 7)), ((3, 5, 7), (3, 5, 7))],
+    ids=["no channels", "one channel last", "channels last", "channels second"],
+)
+def test_npz_files_of_all_layouts(tmp_path, shape, in_shape):
+    split = load(saved(tmp_path, arrays(shape=shape)))
+    assert split.in_shape == in_shape
+    assert (split.name, split.n_classes) == ("mine", 6)
+    assert split.y_test.tolist() == [0, 1, 2, 3]
+    assert split.y_test.dtype == torch.int64
+    torch.testing.assert_close(
+        split.x_train, (torch.arange(6) / 255).view(6, 1, 1, 1).expand(6, *in_shape)
+    )
+
+
+def test_channels_are_transposed_and_not_reshaped(tmp_path):
+    images = np.random.default_rng(0).random((6, 5, 7, 3), dtype=np.float32)
+    split = load(str(saved(tmp_path, arrays(shape=(5, 7, 3), x_train=images))))
+    torch.testing.assert_close(split.x_train[:, 1], torch.tensor(images[..., 1]).double())
+
+
+def test_subsets_are_decided_by_the_seed(tmp_path):
+    path = saved(tmp_path, arrays(200, 100))
+    first, again, other = (load(path, n_train=20, n_test=10, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.y_train, again.y_train)
+    assert not torch.equal(first.y_train, other.y_train)
+    assert len(set(first.y_train.tolist())) == 20
+    assert len(set(first.y_test.tolist())) == 10
+    torch.testing.assert_close(
+        first.x_train[:, 0, 0, 0], first.y_train / 255
+    )  # images keep their labels
+    assert first.n_classes == 200
+    assert torch.equal(load(path, n_train=30).y_train[:20], first.y_train)
+    assert len(load(path, n_train=30).y_test) == 100
+
+
+BAD_ARRAYS = {
+    "fewer labels": (
+        {"y_test": np.zeros(3, np.uint8)},
+        "x_test has 4 images, but y_test has 3 labels",
+    ),
+    "nan": ({"x_train": np.full((6, 5, 7), np.nan)}, "x_train holds NaN"),
+    "floats to 255": (
+        {"x_train": np.full((6, 5, 7), 255.0)},
+        r"x_train goes from 255 to 255, .*in \[0, 1\]",
+    ),
+    "int32": ({"x_train": np.zeros((6, 5, 7), np.int32)}, "x_train must be uint8.*int32"),
+    "rows": (
+        {"x_train": np.zeros((6, 35), np.uint8)},
+        r"x_train must be \[n, h, w\].*got shape \[6, 35\]",
+    ),
+    "four channels": (
+        {"x_train": np.zeros((6, 5, 7, 4), np.uint8)},
+        r"one or three channels, got shape \[6, 5, 7, 4\]",
+    ),
+    "either axis": ({"x_train": np.zeros((6, 3, 7, 3), np.uint8)}, r"got shape \[6, 3, 7, 3\]"),
+    "another shape": (
+        {"x_train": np.zeros((6, 5, 8), np.uint8)},
+        r"differ in shape, \[1, 5, 8\] and \[1, 5, 7\]",
+    ),
+    "no images": ({"x_train": np.zeros((0, 5, 7), np.uint8)}, "x_train is empty"),
+    "no labels": ({"y_train": np.zeros(0, np.uint8)}, "y_train is empty"),
+    "labels in a column": (
+        {"y_train": np.zeros((6, 1), np.uint8)},
+        r"y_train must be \[n\].*got shape \[6, 1\]",
+    ),
+    "labels of floats": ({"y_train": np.zeros(6)}, "y_train .*float64"),
+    "negative labels": ({"y_train": np.full(6, -1)}, "y_train .*from -1 on"),
+    "objects": ({"y_train": np.array([None] * 6)}, "plain arrays"),
+}
+
+
+@pytest.mark.parametrize(("changes", "match"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_bad_arrays_are_explained(tmp_path, changes, match):
+    with pytest.raises(ValueError, match=match):
+        load(saved(tmp_path, arrays(**changes)))
+
+
+def test_bad_files_and_sources_are_explained(tmp_path):
+    found = arrays()
+    del found["y_test"]
+    with pytest.raises(
+        ValueError, match=r"lacks y_test; it needs x_train, .*, and has x_train, y_train, x_test"
+    ):
+        load(saved(tmp_path, found))
+    with pytest.raises(FileNotFoundError, match=r"no file .*absent\.npz"):
+        load(tmp_path / "absent.npz")
+    (tmp_path / "text.npz").write_text("hello")
+    with pytest.raises(ValueError, match="not an archive"):
+        load(tmp_path / "text.npz")
+    with pytest.raises(
+        ValueError,
+        match="unknown source 'imagenet'; choose from digits, mnist, fashion-mnist, cifar10",
+    ):
+        load("imagenet")
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_subsets_are_no_larger_than_the_set(tmp_path, size):
+    with pytest.raises(ValueError, match=f"n_train must be between 1 and 6.*got {size}"):
+        load(saved(tmp_path, arrays()), n_train=size)
+
+
+@pytest.mark.parametrize("source", ["mnist", "fashion_mnist", "cifar10"])
+def test_torchvision_sets_are_not_fetched_unasked(tmp_path, source):
+    with pytest.raises(FileNotFoundError, match=r"download=True \(--download\).*npz"):
+        load(source, root=tmp_path)
+
+
+def test_mnist_is_read_from_the_files_of_torchvision(tmp_path):
+    found = arrays(shape=(28, 28))
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part, stem in (("train", "train"), ("test", "t10k")):
+        x, y = found[f"x_{part}"], found[f"y_{part}"]
+        (folder / f"{stem}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, len(x), 28, 28) + x.tobytes()
+        )
+        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, len(y)) + y.tobytes()
+        )
+    split = load("mnist", root=tmp_path)
+    assert (split.in_shape, split.name) == ((1, 28, 28), "mnist")
+    assert split.y_train.tolist() == list(range(6))
+    torch.testing.assert_close(split.x_test[:, 0, 3, 4], torch.arange(4) / 255)
+
+
+def test_cifar_is_read_with_channels_second(monkeypatch):
+    import torchvision
+
+    class Fake:
+        def __init__(self, root, train, download):
+            self.data = np.full((2 + train, 32, 32, 3), 51, np.uint8)
+            self.targets = [1] * (2 + train)
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Fake)
+    split = load("cifar10")
+    assert split.x_train.shape == (3, 3, 32, 32)
+    assert split.y_test.tolist() == [1, 1]
+    torch.testing.assert_close(split.x_train, torch.full((3, 3, 32, 32), 0.2))

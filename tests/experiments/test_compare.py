@@ -1,0 +1,102 @@
+"""``compare``: its tables, and what it reads again."""
+
+import json
+
+import numpy as np
+import pytest
+
+from laplace_invariance.experiments import compare as module
+from laplace_invariance.experiments.base import RunDirectory
+from laplace_invariance.experiments.compare import CompareConfig, CompareResult, compare
+from laplace_invariance.experiments.learn import LearnConfig, LearnResult
+
+SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2}
+CELLS = {
+    "transforms": ("fully_rotated", "original"),
+    "methods": ("evidence", "none"),
+    "seeds": (0, 1),
+}
+
+
+def result_of(magnitudes=(), truth=(), accuracy=0.5, **options):
+    return LearnResult(
+        LearnConfig(**options),
+        accuracy=accuracy,
+        evidence=-1.0,
+        ranges={},
+        magnitudes=dict(magnitudes),
+        truth=dict(truth),
+        scale_correlation=None,
+        seconds=1.0,
+    )
+
+
+def test_every_cell_is_a_run():
+    runs = CompareConfig(net="cnn", **CELLS).runs
+    assert [(run.transform, run.method, run.seed) for run in runs[:3]] == [
+        ("fully_rotated", "evidence", 0),
+        ("fully_rotated", "evidence", 1),
+        ("fully_rotated", "none", 0),
+    ]
+    assert len(runs) == 8
+    assert {run.net for run in runs} == {"cnn"}
+
+
+def test_tables_have_means_and_spreads(tmp_path, capfd):
+    config = CompareConfig(**CELLS, **SMALL)
+    comparison = compare(config, tmp_path, progress_bar=True)
+    table = str(comparison)
+    assert (tmp_path / "comparison.md").read_text() == table + "\n"
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "summary.json").read_text())) == 8
+    assert "8 of 8: digits-original-none-1" in capfd.readouterr().err
+    values = [100 * result.accuracy for result in comparison.results["original", "none"]]
+    assert f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" in table
+    assert "| method | fully rotated | original |" in table
+    assert "(3.14)" in table
+    with pytest.raises(FileExistsError, match=f"{tmp_path}/experiment.json exists; .*--resume"):
+        compare(config, tmp_path)
+    assert str(compare(config, tmp_path, resume=True)) == table
+    fewer = CompareConfig(**CELLS | {"methods": ("none",)}, **SMALL)
+    assert compare(fewer, tmp_path, resume=True).methods == ["none"]
+    with pytest.raises(ValueError, match="another experiment: it differs in net"):
+        compare(CompareConfig(net="cnn", **CELLS, **SMALL), tmp_path, resume=True)
+
+
+def test_table_names_what_was_wanted_and_the_widest_of_the_rest():
+    truth = {"rotation": 0.0, "x_translation": 0.57, "shear": 0.0}
+    found = {"rotation": 0.03, "x_translation": 0.5, "shear": 0.07}
+    result = result_of(found, truth, transform="translated")
+    table = CompareResult({("translated", "evidence"): [result]}).markdown()
+    assert "x shift 0.50 (0.57), others ≤ 0.07 (shear)" in table
+
+
+def test_cells_may_be_absent():
+    plain = result_of(method="none")
+    other = result_of(method="fixed", transform="original", accuracy=0.25)
+    comparison = CompareResult({("fully_rotated", "none"): [plain], ("original", "fixed"): [other]})
+    assert "| none | 50.0 | - |\n| fixed | - | 25.0 |" in comparison.markdown()
+    assert comparison.accuracies() == {"fully_rotated": {"none": 0.5}, "original": {"fixed": 0.25}}
+
+
+def test_compare_prints_its_tables_and_nothing_else(tmp_path, capfd, run_cli):
+    words = "--train 100 --test 50 --epochs 2 --samples 2 --transform original --method none fixed"
+    run_cli(f"compare {words} --quiet --out", tmp_path)
+    out, err = capfd.readouterr()
+    assert out == (tmp_path / "comparison.md").read_text()
+    assert "| none |" in out
+    assert err == ""
+
+
+def test_comparison_in_use_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "learn", None)
+    with RunDirectory(tmp_path) as other:
+        other.lock()
+        with pytest.raises(BlockingIOError, match="is in use by another run"):
+            compare(CompareConfig(), tmp_path)
+
+
+def test_impossible_comparison_writes_nothing(tmp_path, run_cli):
+    with pytest.raises(SystemExit, match="unknown source 'nothing'"):
+        run_cli("compare --data nothing --quiet --out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

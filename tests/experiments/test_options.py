@@ -1,0 +1,131 @@
+"""Configurations: choices that agree with what the library knows, checks, and JSON."""
+
+import dataclasses
+import json
+import math
+from typing import get_args
+
+import pytest
+
+from laplace_invariance import datasets, variational
+from laplace_invariance.augmentations.base import DRAWS
+from laplace_invariance.autoencoder import LAYER_KINDS
+from laplace_invariance.cli import VERBS
+from laplace_invariance.datasets.synthetic import PAIR_TASKS
+from laplace_invariance.experiments import choices
+from laplace_invariance.experiments.learn import LEARN_NETWORKS
+from laplace_invariance.experiments.options import (
+    CompareConfig,
+    DemoConfig,
+    ImagesConfig,
+    LayersConfig,
+    LearnConfig,
+    MeasureConfig,
+    PairsConfig,
+    VariationalConfig,
+)
+from laplace_invariance.layers.paths import PATHS
+
+KNOWN = {
+    "Activation": variational.ACTIVATIONS,
+    "Draws": DRAWS,
+    "LayersMethod": choices.LAYERS_METHODS,
+    "LayersTask": choices.LAYERS_TASKS,
+    "LearnMethod": choices.LEARN_METHODS,
+    "MeasureMethod": choices.MEASURE_METHODS,
+    "NetworkName": LEARN_NETWORKS,
+    "PairsLayer": LAYER_KINDS,
+    "PairsTask": PAIR_TASKS,
+    "PriorStructure": choices.LAYERS_PRIORS,
+    "Transform": datasets.TRANSFORM_KINDS,
+    "VariationalMethod": choices.VARIATIONAL_METHODS,
+}
+CONFIGS = [verb.config for verb in VERBS.values()]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_choices_are_those_that_the_library_knows(name):
+    assert get_args(getattr(choices, name)) == tuple(KNOWN[name])
+
+
+def test_choices_of_parts_are_known():
+    assert get_args(choices.PairsTask) == tuple(choices.PAIRS_TASKS)
+    assert set(get_args(choices.Rotation)) < set(datasets.TRANSFORM_KINDS)
+    assert {"plain", *datasets.QUADRANT_TASKS} == set(choices.LAYERS_TASKS)
+    assert all(source in ImagesConfig.__doc__ for source in datasets.IMAGE_SOURCES)
+    assert all(path in LayersConfig.__doc__ for path in PATHS)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_configurations_are_frozen_and_survive_json(kind):
+    config = kind()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+    assert kind(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+def test_hyphens_may_stand_for_underscores():
+    assert LearnConfig(transform="fully-rotated") == LearnConfig(transform="fully_rotated")
+    assert LearnConfig(method="trivial_augment").method == "trivial-augment"
+    assert CompareConfig(transforms=["partially-rotated"]).transforms == ("partially_rotated",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "match"),
+    [
+        (LearnConfig, {"method": "map"}, "unknown method 'map'; choose from evidence, none"),
+        (LearnConfig, {"net": "vit"}, "unknown net 'vit'; choose from mlp, cnn, resnet"),
+        (LearnConfig, {"transform": None}, "unknown transform None; choose from fully_rotated"),
+        (CompareConfig, {"methods": []}, "methods must be some of evidence, .*, got none"),
+        (CompareConfig, {"transforms": ["bent"]}, r"transforms must be some of .* got \['bent'\]"),
+        (CompareConfig, {"seeds": ()}, "nothing to compare: give at least one seed"),
+        (LayersConfig, {"task": "place"}, "unknown task 'place'; choose from plain, digit, both"),
+        (LayersConfig, {"method": "none"}, "unknown method 'none'; choose from evidence, map"),
+        (LayersConfig, {"transform": "bent"}, "unknown transform 'bent'"),
+        (LayersConfig, {"width": 0}, "width must be positive and finite, got 0"),
+        (LayersConfig, {"lr": math.nan}, "lr must be positive and finite, got nan"),
+        (LayersConfig, {"n_hypersteps": -1}, "n_hypersteps must be finite and not negative"),
+        (
+            LayersConfig,
+            {"prior_structure": "paths"},
+            "unknown prior_structure 'paths'; choose from layerwise, path, scalar",
+        ),
+        (MeasureConfig, {"group": "p4"}, "unknown group 'p4'; choose from quarter-turns, rotatio"),
+        (MeasureConfig, {"n_epochs": 0}, "n_epochs must be positive and finite, got 0"),
+        (MeasureConfig, {"n_samples": 0}, "n_samples must be positive and finite, got 0"),
+        (MeasureConfig, {"strength": math.nan}, "strength must be finite and not negative"),
+        (MeasureConfig, {"methods": ()}, "methods must be some of plain, augmented.*got none"),
+        (MeasureConfig, {"methods": ["magic"]}, r"methods must be some of .*got \['magic'\]"),
+        (PairsConfig, {"task": "turn"}, "unknown task 'turn'"),
+        (PairsConfig, {"networks": ["relu-2"]}, "'relu-2'; write layer-depth, .* of rich, selu"),
+        (PairsConfig, {"networks": ["rich"]}, "unknown network 'rich'"),
+        (PairsConfig, {"networks": []}, "at least one"),
+        (PairsConfig, {"networks": ["rich-1", "rich-1"]}, "different ones"),
+        (PairsConfig, {"n_train": 0}, "n_train must be positive and finite, got 0"),
+        (PairsConfig, {"lr": math.nan}, "lr must be positive and finite, got nan"),
+        (
+            VariationalConfig,
+            {"transform": "scaled"},
+            "unknown transform 'scaled'; choose from fully_rotated, partially_rotated, original",
+        ),
+        (
+            VariationalConfig,
+            {"learnt": (5, 200)},
+            r"ranges of learnt must be between 0 and 180 degrees, got \(5.0, 200.0\)",
+        ),
+        (VariationalConfig, {"learnt": ()}, "give at least one of learnt, fixed, point"),
+        (VariationalConfig, {"n_epochs": 0}, "n_epochs must be positive and finite, got 0"),
+        (VariationalConfig, {"n_epochs": 1}, "n_epochs must be above the 1 of burn-in"),
+        (VariationalConfig, {"lr_hyper": -1.0}, "lr_hyper must be positive and finite, got -1.0"),
+        (DemoConfig, {"name": "cubes"}, "unknown name 'cubes'; choose from points"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_impossible_configurations_are_refused(kind, options, match):
+    with pytest.raises(ValueError, match=match):
+        kind(**options)
+
+
+def test_a_start_is_run_once():
+    config = VariationalConfig(learnt=[5, 5.0, 90], fixed=(0,))
+    assert config.plan == [("learnt", 5.0), ("learnt", 90.0), ("fixed", 0.0)]

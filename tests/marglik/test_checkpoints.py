@@ -1,0 +1,253 @@
+"""Checkpoints: complete, so that runs resume bit for bit; atomic; and never written over others."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from builders import (
+    invariant_network,
+    labelled_points,
+    noisy_run,
+    plain_network,
+    shuffled,
+    training_settings,
+    without_times,
+)
+
+import laplace_invariance as li
+from laplace_invariance.curvature import AugmentedEF
+from laplace_invariance.marglik import Augerino, checkpoints
+from laplace_invariance.marglik.loop import Trainer
+
+FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
+
+
+def read_history(path):
+    return without_times([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def assert_bit_equal(one, other):
+    """Weights, hyperparameters, priors and histories are equal."""
+    assert without_times(one.history) == without_times(other.history)
+    assert one.losses == other.losses
+    assert one.margliks == other.margliks
+    assert one.best_epoch == other.best_epoch
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    assert torch.equal(one.prior_precision, other.prior_precision)
+    assert one.la.log_marginal_likelihood().item() == other.la.log_marginal_likelihood().item()
+
+
+# Resuming.
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping_after(epoch):
+    def stop(record, model):
+        if record["epoch"] == epoch:
+            raise Stop
+
+    return stop
+
+
+@pytest.mark.parametrize("epoch", [1, 3, 6], ids="stopped after epoch {}".format)
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, epoch):
+    whole = noisy_run(tmp_path, "whole")
+    with pytest.raises(Stop):
+        noisy_run(tmp_path, callbacks=[stopping_after(epoch)])
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write('{"epoch": 99}\n{"epo')  # what a killed process may leave
+    resumed = noisy_run(tmp_path, resume=True)
+    assert_bit_equal(whole, resumed)
+    assert read_history(tmp_path / "run.jsonl") == without_times(whole.history)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_resuming_without_a_checkpoint_starts(tmp_path):
+    assert_bit_equal(noisy_run(tmp_path, "one", resume=True), noisy_run(tmp_path, "other"))
+
+
+def test_resume_can_train_for_longer(tmp_path):
+    noisy_run(tmp_path, n_epochs=3)
+    assert len(noisy_run(tmp_path, resume=True, n_epochs=5).history) == 5
+    with pytest.raises(ValueError, match="epoch 5, but n_epochs is 4"):
+        noisy_run(tmp_path, resume=True, n_epochs=4)
+
+
+def start_process(directory, name, n_epochs):
+    """Start a run in a process of its own, which resumes if there is a checkpoint."""
+    (directory / name).mkdir(exist_ok=True)
+    script = Path(__file__).with_name("resumable_run.py")
+    tests = str(script.parents[1])
+    path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
+    arguments = [str(directory / name), str(n_epochs), str(directory / f"{name}.out")]
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+
+
+def written_at(path):
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def test_killed_run_resumes_bit_equal(tmp_path):
+    """SIGKILL at random moments, again and again until the run gets through."""
+    n_epochs = 25
+    assert start_process(tmp_path, "whole", n_epochs).wait() == 0
+    moments = random.Random(0)
+    checkpoint = tmp_path / "killed" / "run.pt"
+    kills = 0
+    while True:
+        before = written_at(checkpoint)
+        process = start_process(tmp_path, "killed", n_epochs)
+        while process.poll() is None and written_at(checkpoint) == before:
+            time.sleep(0.005)  # until it has got somewhere
+        if kills < 3:
+            time.sleep(moments.uniform(0, 0.5))
+            process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            break
+        kills += 1
+    assert kills >= 2
+    names = ("whole", "killed")
+    whole, killed = (torch.load(tmp_path / f"{name}.out", weights_only=True) for name in names)
+    for name, value in whole.items():
+        assert torch.equal(value, killed[name]), name
+    histories = [read_history(tmp_path / name / "run.jsonl") for name in names]
+    assert histories[0] == histories[1]
+    assert len(histories[0]) == n_epochs
+
+
+# What is not resumed.
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"temperature": 7.0}, r"its temperature is 1\.0 there and 7\.0 here"),
+        ({"objective": Augerino(1.0)}, "its objective"),
+        ({"optimizer_cls": torch.optim.SGD}, "its optimizer is 'Adam' there and 'SGD' here"),
+        ({"generator": None}, "states of 4 generators, but model, loaders and arguments have 3"),
+    ],
+    ids=["temperature", "objective", "optimizer", "generator"],
+)
+def test_changed_settings_are_refused(tmp_path, change, match):
+    noisy_run(tmp_path, n_epochs=1)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        noisy_run(tmp_path, n_epochs=2, resume=True, **change)
+    assert contents(tmp_path) == before
+
+
+def test_a_history_without_its_checkpoint_is_left_alone(tmp_path):
+    notes = tmp_path / "run.jsonl"
+    notes.write_text("my notes\n")
+    with pytest.raises(FileExistsError, match=r"no checkpoint .*run\.pt to resume from"):
+        noisy_run(tmp_path, resume=True)
+    assert contents(tmp_path) == {"run.jsonl": b"my notes\n"}
+
+
+def test_a_file_that_is_no_history_is_left_alone(tmp_path):
+    noisy_run(tmp_path, n_epochs=1)
+    notes = tmp_path / "run.jsonl"
+    notes.write_text("my notes\n")
+    with pytest.raises(ValueError, match="not a history"):
+        noisy_run(tmp_path, n_epochs=2, resume=True)
+    assert notes.read_text() == "my notes\n"
+
+
+def test_nothing_is_overwritten_without_resume(tmp_path):
+    noisy_run(tmp_path, n_epochs=1)
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match=r"run\.pt exists; resume=True"):
+        noisy_run(tmp_path, n_epochs=1)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "match"),
+    [
+        (lambda: invariant_network(outputs=4), {},
+         r"net\.2\.weight is \[3, 5\] torch\.float64 there and \[4, 5\]"),
+        (plain_network, {}, "tensors of the model differ"),
+        (invariant_network, {"backend": AugmentedEF},
+         "backend is 'AugmentedGGN' there and 'AugmentedEF' here"),
+    ],
+    ids=["another size", "another model", "another backend"],
+)  # fmt: skip
+def test_checkpoint_of_another_run_is_refused(tmp_path, model, change, match):
+    arguments = FEW | {"checkpoint": tmp_path / "run.pt"}
+    li.marglik_training(invariant_network(), shuffled(labelled_points()), **arguments)
+    before = contents(tmp_path)
+    model = model()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=match):
+        li.marglik_training(model, shuffled(labelled_points()), resume=True, **arguments | change)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name])
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["truncated", "text", "empty", "other"])
+def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "run.pt"
+    noisy_run(tmp_path, n_epochs=1)
+    whole = path.read_bytes()
+    if content == "other":
+        torch.save({"weights": torch.zeros(3)}, path)
+    else:
+        damage = {"truncated": whole[: len(whole) // 2], "text": b"hello", "empty": b""}
+        path.write_bytes(damage[content])
+    damaged = path.read_bytes()
+    match = r"run\.pt is (not a readable checkpoint|a torch file, but not)"
+    with pytest.raises(ValueError, match=match):
+        noisy_run(tmp_path, resume=True)
+    assert path.read_bytes() == damaged
+
+
+# How they are written.
+
+
+def test_a_journal_does_nothing_before_it_is_opened(tmp_path):
+    files = {"checkpoint": tmp_path / "a" / "run.pt", "history": tmp_path / "b" / "run.jsonl"}
+    trainer = Trainer(plain_network(), training_settings(shuffled(labelled_points()), **files))
+    random_states = checkpoints.RandomStates(trainer.model, [])
+    journal = checkpoints.Journal(trainer, random_states, trainer.settings.output)
+    assert not list(tmp_path.iterdir())
+    assert journal.last_good() == "no checkpoint was asked for"
+    journal.open()
+    assert checkpoints.read(files["checkpoint"])["run"]["epoch"] == 0
+    assert files["history"].read_text() == ""
+    assert "of epoch 0, is" in journal.last_good()
+
+
+def test_checkpoint_executes_no_code(tmp_path):
+    noisy_run(tmp_path, n_epochs=2)
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert state["run"]["epoch"] == 2
+
+
+def test_writing_is_atomic(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    checkpoints.write(path, {"a": 1})
+    monkeypatch.setattr(torch, "save", lambda state, file: (file.write(b"half"), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.write(path, {"a": 2})
+    monkeypatch.undo()
+    assert checkpoints.read(path)["a"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]

@@ -1,0 +1,216 @@
+"""Settings check themselves, and say when and how far steps are taken."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from builders import (
+    invariant_network,
+    labelled_points,
+    plain_network,
+    shuffled,
+    training_settings,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_invariance as li
+from laplace_invariance.curvature import AugmentedEF
+from laplace_invariance.marglik import MAP, Augerino, training
+
+FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
+EMPTY = DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
+PARTIAL = DataLoader(
+    TensorDataset(torch.randn(9, 2), torch.zeros(9).long()), 3, sampler=[0, 1, 2]
+)  # fmt: skip
+
+BAD = {
+    "likelihood": ({"likelihood": "poisson"}, ValueError, "'classification' or 'regression'"),
+    "no epochs": ({"n_epochs": 0}, ValueError, "n_epochs must be positive"),
+    "infinite step": ({"lr_aug": math.inf}, ValueError, "lr_aug must be positive and finite"),
+    "step that is no number": ({"lr_aug_min": math.nan}, ValueError, "lr_aug_min must be finite"),
+    "no temperature": ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+    "no noise": ({"sigma_noise_init": 0.0}, ValueError, "sigma_noise_init must be positive"),
+    "negative precision": ({"prior_prec_init": -1.0}, ValueError, "prior_prec_init must be"),
+    "no batches": ({"n_hyper_batches": 0}, ValueError, "n_hyper_batches"),
+    "half a batch": (
+        {"n_hyper_batches": 1.5},
+        ValueError,
+        "n_hyper_batches must be positive and finite and whole",
+    ),
+    "negative steps": (
+        {"n_hypersteps": -1},
+        ValueError,
+        "n_hypersteps must be finite and at least 0",
+    ),
+    "no rounds": (
+        {"n_hypersteps": 0, "n_hypersteps_prior": 3},
+        ValueError,
+        "number of rounds and must be positive",
+    ),
+    "no bad step": ({"max_bad_steps": 0}, ValueError, "max_bad_steps must be positive"),
+    "LBFGS": ({"optimizer_cls": torch.optim.LBFGS}, ValueError, "LBFGS"),
+    "class as objective": ({"objective": Augerino}, TypeError, "objective must be an instance"),
+    "one callback": ({"callbacks": print}, TypeError, "callbacks must be a list"),
+    "name as callback": ({"callbacks": ["print"]}, TypeError, "callbacks must be a list"),
+    "partial sampler": ({"train_loader": PARTIAL}, ValueError, "sampler yields 3 of 9"),
+    "nothing to resume": ({"resume": True}, ValueError, "resume=True needs to know the checkpoint"),
+    "one file for both": (
+        {"checkpoint": "a", "history": "./a"},
+        ValueError,
+        "checkpoint and history cannot both be a",
+    ),
+    "no data": ({"train_loader": EMPTY}, ValueError, "train_loader is empty"),
+    "list as loader": ({"train_loader": [1, 2]}, TypeError, "train_loader must be a DataLoader"),
+    "no validation data": ({"valid_loader": EMPTY}, ValueError, "valid_loader is empty"),
+    "other evidence data": (
+        {"marglik_loader": shuffled(labelled_points(9))},
+        ValueError,
+        "evidence is that of the training data",
+    ),
+    "two sizes": (
+        {"marglik_loader": shuffled(labelled_points()), "marglik_batch_size": 3},
+        ValueError,
+        "not both",
+    ),
+    "persistent workers": (
+        {
+            "train_loader": shuffled(labelled_points(), num_workers=1, persistent_workers=True),
+            "checkpoint": "a",
+        },
+        ValueError,
+        "persistent_workers=True cannot be resumed",
+    ),
+    "frozen model": (
+        {"model": plain_network().requires_grad_(False)},
+        ValueError,
+        "no parameter that requires grad",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "match"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_explained(tmp_path, monkeypatch, change, error, match):
+    monkeypatch.chdir(tmp_path)
+    arguments = {"model": invariant_network(), "train_loader": shuffled(labelled_points())}
+    with pytest.raises(error, match=match):
+        li.marglik_training(**arguments | FEW | change)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_argument_becomes_the_setting_of_its_name(monkeypatch, tmp_path):
+    class Captured(Exception):
+        pass
+
+    def capture(model, settings):
+        raise Captured(settings)
+
+    data = labelled_points()
+    given = {
+        "train_loader": shuffled(data),
+        "likelihood": "regression",
+        "hessian_structure": "diag",
+        "backend": AugmentedEF,
+        "optimizer_cls": torch.optim.SGD,
+        "optimizer_kwargs": {"lr": 0.5},
+        "scheduler_cls": torch.optim.lr_scheduler.StepLR,
+        "scheduler_kwargs": {"step_size": 3},
+        "n_epochs": 31,
+        "lr_hyp": 0.25,
+        "prior_structure": "scalar",
+        "n_epochs_burnin": 5,
+        "n_hypersteps": 7,
+        "marglik_frequency": 2,
+        "prior_prec_init": 11.0,
+        "sigma_noise_init": 13.0,
+        "temperature": 17.0,
+        "fix_sigma_noise": "fixed",
+        "progress_bar": "bar",
+        "enable_backprop": "backprop",
+        "dict_key_x": "x",
+        "dict_key_y": "y",
+        "backend_kwargs": {"output_rank": 3},
+        "objective": MAP(),
+        "lr_aug": 0.75,
+        "lr_aug_min": 0.125,
+        "marglik_loader": None,
+        "marglik_batch_size": 19,
+        "n_hypersteps_prior": 23,
+        "n_hyper_batches": 29,
+        "valid_loader": shuffled(data),
+        "callbacks": [print],
+        "checkpoint": tmp_path / "a",
+        "resume": "resume",
+        "history": tmp_path / "b",
+        "generator": torch.Generator(),
+        "max_bad_steps": 37,
+    }
+    monkeypatch.setattr(training, "Trainer", capture)
+    with pytest.raises(Captured) as captured:
+        li.marglik_training(plain_network(), **given)
+    (settings,) = captured.value.args
+    found = {}
+    for group in dataclasses.fields(settings):
+        part = getattr(settings, group.name)
+        found |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    assert found == given
+
+
+def test_settings_are_frozen():
+    settings = training_settings(shuffled(labelled_points()))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.schedule.n_epochs = 3
+
+
+def test_step_size_follows_half_a_cosine():
+    loader = shuffled(labelled_points())
+    settings = training_settings(loader, lr_aug=0.1, lr_aug_min=0.02).hyperparameters
+    rates = [settings.rate(epoch, 11) for epoch in range(1, 12)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[-1] == pytest.approx(0.02 + 0.08 * (1 + math.cos(math.pi * 10 / 11)) / 2)
+    assert rates == sorted(rates, reverse=True)
+    settings = training_settings(loader, lr_aug=0.1).hyperparameters
+    assert settings.rate(11, 10) == pytest.approx(0.01)  # a tenth, one epoch after the end
+
+
+def test_schedule_counts_epochs_from_one_and_steps_by_round():
+    loader = shuffled(labelled_points())
+    schedule = training_settings(loader, n_epochs_burnin=4, marglik_frequency=2).schedule
+    assert [epoch for epoch in range(1, 9) if schedule.due(epoch)] == [4, 6, 8]
+    assert (schedule.rounds, schedule.prior_steps) == (1, 10)
+    schedule = training_settings(loader, n_hypersteps=2, n_hypersteps_prior=3).schedule
+    assert (schedule.rounds, schedule.prior_steps) == (2, 3)
+
+
+def test_evidence_has_batches_of_its_own():
+    data = labelled_points()
+    loader = DataLoader(data, batch_size=15)
+    settings = training_settings(shuffled(data), marglik_batch_size=30).data
+    assert len(settings.evidence_loader) == 1
+    assert settings.evidence_loader is settings.evidence_loader
+    settings = training_settings(shuffled(data), marglik_loader=loader).data
+    assert settings.evidence_loader is loader
+    assert training_settings(loader).data.evidence_loader is loader
+
+
+def test_evidence_is_of_all_examples():
+    """The evidence includes those examples that ``drop_last`` leaves out of training."""
+    torch.manual_seed(0)
+    data, model = labelled_points(), plain_network()
+    still = {"n_epochs": 1, "n_hypersteps": 0, "optimizer_kwargs": {"lr": 0.0}}
+    whole = li.marglik_training(model, DataLoader(data, 30), **still)
+    part = li.marglik_training(model, DataLoader(data, 16, drop_last=True), **still)
+    assert part.history[0]["evidence"] == pytest.approx(whole.history[0]["evidence"])
+
+
+@pytest.mark.parametrize("given", [{"lr": 0.01}, {"lr": 0.01, "weight_decay": 0.1}], ids=str)
+def test_prior_replaces_weight_decay(given):
+    before = dict(given)
+    settings = training_settings(
+        shuffled(labelled_points()), optimizer_cls=torch.optim.AdamW, optimizer_kwargs=given
+    )
+    optimizer, scheduler = settings.optimizer.build(plain_network())
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert scheduler is None
+    assert given == before

@@ -1,0 +1,223 @@
+"""README, docs and examples: programs run, links resolve, and what is printed is as written."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_invariance.layers  # noqa: F401  (registers its rules before a page runs)
+from laplace_invariance import cli
+from laplace_invariance.curvature import check_model, rules
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md"]
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def pages(*selected):
+    """Parametrise a test over pages, by name."""
+    return pytest.mark.parametrize("page", selected or PAGES, ids=name_of)
+
+
+# Programs.
+
+
+class Program(NamedTuple):
+    text: str
+    line: int  # of the page, before its first
+
+
+def programs(page):
+    """Return the Python blocks of a page, in order."""
+    text = page.read_text()
+    blocks = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [Program(block[1], text.count("\n", 0, block.start(1))) for block in blocks]
+
+
+def run(page):
+    """Run the blocks of a page one after the other, and return the names that they leave."""
+    names = {"__name__": page.stem}
+    for program in programs(page):
+        # empty lines in front, so that a traceback has the line of the page
+        exec(compile("\n" * program.line + program.text, str(page), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def _as_a_user(monkeypatch, tmp_path):
+    """Run in single precision, in an empty directory, and forget rules that a page registers."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rules, "_rules", rules.rules())
+
+
+@pytest.mark.usefixtures("_as_a_user")
+def test_the_program_of_the_readme_learns(capsys):
+    (program,) = programs(README)
+    assert len([line for line in program.text.splitlines() if line.strip()]) < 30
+    run(README)
+    degrees = float(re.search(r"±([\d.]+) degrees", capsys.readouterr().out)[1])
+    assert degrees > 160
+
+
+@pages(*(page for page in PAGES if page != README and programs(page)))
+@pytest.mark.usefixtures("_as_a_user")
+def test_the_programs_of_a_page_run(page):
+    run(page)
+
+
+def test_pages_with_programs_are_found():
+    assert sum(bool(programs(page)) for page in PAGES) >= 8
+
+
+@pytest.mark.usefixtures("_as_a_user")
+def test_the_page_on_stock_laplace_learns_the_range():
+    names = run(DOCS / "laplace.md")
+    history = names["learner"].history["augmentation.eta"]
+    assert len(history) > 2
+    assert not torch.equal(history[0], history[-1])
+
+
+def test_the_table_of_check_model_is_what_it_prints():
+    torch.set_default_dtype(torch.float32)
+    table = str(check_model(nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))))
+    assert table in (DOCS / "curvature.md").read_text()
+
+
+# Commands.
+
+
+def commands(page):
+    """Return the command lines of a page, as lists of words; a backslash joins lines."""
+    text = page.read_text().replace("\\\n", " ")
+    return [line.split()[1:] for line in re.findall(r"^laplace-invariance .*$", text, re.MULTILINE)]
+
+
+@pages(DOCS / "command-line.md", DOCS / "results.md")
+def test_commands_have_known_verbs_and_options(page, capsys):
+    assert commands(page)
+    for verb, *words in commands(page):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([verb, "--help"])
+        known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+        used = {word for word in words if word.startswith("--")}
+        assert used <= known, f"{verb} has no {used - known}"
+
+
+# Links.
+
+
+def without_blocks(page):
+    """Return the text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def links(page):
+    """Return the targets of a page's links and pictures, without those on the web."""
+    prose = re.sub(r"`[^`\n]*`", "", without_blocks(page))
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    return [target for target in targets if not target.startswith(("http://", "https://"))]
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return [heading.replace(" ", "-") for heading in words]
+
+
+@pages()
+def test_links_resolve(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert target.is_relative_to(ROOT)
+        if anchor:
+            assert anchor in anchors(target), f"{link}: {name_of(target)} has no such heading"
+
+
+@pages()
+def test_no_two_headings_of_a_page_are_the_same(page):
+    assert len(anchors(page)) == len(set(anchors(page)))
+
+
+@pages(*(page for page in PAGES if page.parent == DOCS and page.name != "README.md"))
+def test_every_page_is_in_both_indices(page):
+    assert page.name in links(DOCS / "README.md")
+    assert f"docs/{page.name}" in links(README)
+
+
+# The front page.
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().split()) < 900
+
+
+def test_the_picture_is_small():
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text())
+    content = (ROOT / picture).read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) < 200_000
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn_by_its_script(tmp_path):
+    picture = tmp_path / "learnt.png"
+    command = [sys.executable, "-W", "ignore", str(DOCS / "make_picture.py"), "--out", str(picture)]
+    subprocess.run(command, check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pages()
+def test_lines_of_prose_are_at_most_100_characters_wide(page):
+    prose = without_blocks(page).splitlines()
+    assert not [line for line in prose if len(line) > 100 and not line.startswith(("|", "!["))]
+
+
+# Examples.
+
+
+def predicted_lines():
+    """Return the last line that each example should print, by name of the file."""
+    row = r"^\| \[(\d\d_\w+\.py)\]\(\.\./examples/\1\) \|[^|]*\| `([^`]*)` \|$"
+    return dict(re.findall(row, (DOCS / "examples.md").read_text(), re.MULTILINE))
+
+
+def example(name):
+    """Return a parameter of a test; all examples but the fourth are slow."""
+    return pytest.param(name, marks=() if name.startswith("04") else pytest.mark.slow)
+
+
+def numbers(line):
+    return [float(number) for number in re.findall(r"[\d.]+", line)]
+
+
+def words(line):
+    return re.sub(r"[-+\d.]+", "", line)
+
+
+def test_every_example_is_in_the_table():
+    files = [path.name for path in (ROOT / "examples").glob("*.py")]
+    assert sorted(predicted_lines()) == sorted(files)
+
+
+@pytest.mark.parametrize("name", [example(name) for name in sorted(predicted_lines())])
+def test_an_example_ends_as_predicted(name, tmp_path):
+    """The same words, and numbers within a tenth, since threads change the order of sums."""
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    line, predicted = done.stdout.splitlines()[-1], predicted_lines()[name]
+    assert words(line) == words(predicted)
+    assert numbers(line) == pytest.approx(numbers(predicted), rel=0.1, abs=0.05)

@@ -1,0 +1,113 @@
+"""Draws from the cube: uniform, one in each part of every axis, even in two dimensions."""
+
+import pytest
+import torch
+
+from laplace_invariance.draws import (
+    are_fixed,
+    fixed_cube,
+    fixed_draws,
+    recording,
+    replaying,
+    sample_cube,
+    taped,
+)
+
+LIKE = torch.zeros((), dtype=torch.float64)
+
+
+def sample(kind, n, n_samples, dimensions=6):
+    return sample_cube(kind, n, n_samples, dimensions, LIKE)
+
+
+@pytest.mark.parametrize("kind", ["independent", "sobol"])
+def test_draws_are_uniform(kind):
+    draws = sample(kind, 4000, 4)
+    assert draws.abs().max() <= 1
+    torch.testing.assert_close(draws.mean((0, 1)), torch.zeros(6), atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        draws.square().mean((0, 1)), torch.full((6,), 1 / 3), atol=0.02, rtol=0
+    )
+
+
+@pytest.mark.parametrize("n_samples", [1, 5, 8])
+def test_sobol_has_one_draw_in_each_part_of_every_axis(n_samples):
+    """A Latin hypercube, for numbers other than powers of two as well."""
+    draws = torch.cat([sample("sobol", 50, n_samples), fixed_cube(n_samples, 6, LIKE)])
+    parts = ((draws + 1) / 2 * n_samples).floor().long()
+    expected = torch.arange(n_samples).view(1, -1, 1).expand_as(parts)
+    assert torch.equal(parts.sort(1).values, expected)
+
+
+@pytest.mark.parametrize("n_samples", [5, 8])
+def test_sobol_parts_of_two_axes_meet_equally_often(n_samples):
+    """Every input has another set, so that draws are uniform on the cube, not on its axes only."""
+    draws = sample("sobol", 2000, n_samples, dimensions=2)
+    first, second = ((draws + 1) / 2 * n_samples).floor().long().unbind(-1)
+    shares = (first * n_samples + second).flatten().bincount(minlength=n_samples**2)
+    expected = torch.full((n_samples**2,), 2000 / n_samples)
+    torch.testing.assert_close(shares.double(), expected, rtol=0.3, atol=0)
+
+
+def test_sobol_is_even_in_two_dimensions():
+    """Eight draws in the first two axes: one in each cell of 2 x 4 and of 4 x 2."""
+    draws = (sample("sobol", 50, 8)[..., :2] + 1) / 2
+    for cells in ((2, 4), (4, 2)):
+        index = (draws * torch.tensor(cells)).floor().long()
+        cell = index[..., 0] * cells[1] + index[..., 1]
+        assert torch.equal(cell.sort(1).values, torch.arange(8).expand(50, 8))
+
+
+@pytest.mark.parametrize("n_samples", [5, 8])
+def test_sobol_mean_has_the_variance_of_stratified_draws(n_samples):
+    """The variance of one draw is 1/3; that of the mean of one in each of n parts 1 / (3 n^3)."""
+    means = sample("sobol", 20000, n_samples).mean(1)
+    expected = torch.full((6,), 1 / 3 / n_samples**3)
+    torch.testing.assert_close(means.var(0), expected, rtol=0.05, atol=0)
+
+
+def test_sobol_covers_more_evenly():
+    def discrepancy(kind):
+        return sample(kind, 200, 16).mean(1).square().mean()
+
+    assert discrepancy("sobol") < discrepancy("independent") / 5
+
+
+def test_one_fixed_draw_is_the_centre():
+    assert fixed_cube(1, 6, LIKE).eq(0).all()
+
+
+def test_a_generator_decides_the_draws():
+    state = torch.get_rng_state()
+    for kind in ("independent", "sobol"):
+        first, second = (
+            sample_cube(kind, 3, 5, 2, LIKE, torch.Generator().manual_seed(1)) for _ in range(2)
+        )
+        assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_draws_are_fixed_without_gradients_unless_taped():
+    assert not are_fixed()
+    with fixed_draws():
+        assert are_fixed()
+    with torch.no_grad():
+        assert are_fixed()
+        for context in (recording([]), replaying([])):
+            with context:
+                assert not are_fixed()
+
+
+def test_a_tape_is_replayed_in_order_and_has_an_end():
+    tape = []
+    with recording(tape):
+        first, second = taped(torch.rand, 3), taped(lambda: torch.rand(2))
+    assert tape == [first, second]
+    with replaying(tape):
+        assert taped(torch.rand, 3) is first
+        assert taped(torch.rand, 2) is second
+        with pytest.raises(
+            RuntimeError, match="draws more often than in the pass that was recorded"
+        ):
+            taped(torch.rand, 1)
+    assert len(tape) == 2

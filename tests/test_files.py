@@ -1,0 +1,71 @@
+"""Files: replaced whole or not at all, JSON, and locks between processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from laplace_invariance.files import locked, read_json, replace, write_json, write_text
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from laplace_invariance.files import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_failed_write_changes_nothing(tmp_path):
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def fails(file):
+        file.write(b"ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace(path, fails)
+    assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_json_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "new" / "value.json"
+    write_json(path, {"a": [1, None, 0.1], "b": "±"})
+    assert read_json(path) == {"a": [1, None, 0.1], "b": "±"}
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(ValueError, match=r"value\.json is damaged: .*; remove it to continue"):
+        read_json(path)
+
+
+def test_a_lock_excludes_this_process_too_and_leaves_no_file(tmp_path):
+    path = tmp_path / ".lock"
+    with locked(path):
+        with (
+            pytest.raises(BlockingIOError, match=f"{tmp_path} is in use by another run"),
+            locked(path),
+        ):
+            pass
+        with pytest.raises(BlockingIOError), locked(path):  # a refusal releases nothing
+            pass
+    assert not path.exists()
+    with locked(path):
+        assert path.exists()
+
+
+def test_a_lock_excludes_another_process_and_ends_with_it(tmp_path):
+    path = tmp_path / ".lock"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(BlockingIOError, match="is in use by another run"), locked(path):
+                pass
+        finally:
+            holder.kill()
+    assert path.exists()  # left behind by the process that died
+    with locked(path):
+        pass
+    assert not path.exists()
