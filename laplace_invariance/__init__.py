@@ -7,6 +7,7 @@ command line can answer ``--help`` without waiting for torch.
 from __future__ import annotations
 
 from importlib import import_module
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,7 +52,20 @@ __all__ = [
     "named_hyperparameters",
 ]
 
-_PACKAGES = ("augmentations", "curvature", "datasets", "layers", "marglik", "metrics", "plots")
+_SUBMODULES = (
+    "augmentations",
+    "autoencoder",
+    "curvature",
+    "datasets",
+    "draws",
+    "hyper",
+    "invariant",
+    "layers",
+    "marglik",
+    "metrics",
+    "plots",
+    "variational",
+)
 _HOMES = {
     "AffineImage": "augmentations",
     "AffinePoints": "augmentations",
@@ -69,12 +83,16 @@ _HOMES = {
 }
 
 
+_LOCK = RLock()  # threads that import parts of one package at once see it half initialised
+
+
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    if name not in _SUBMODULES and name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with _LOCK:
+        if name in _SUBMODULES:
+            return import_module(f"{__name__}.{name}")
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -132,9 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         interrupts = (error, error.__context__)
         if not any(isinstance(one, KeyboardInterrupt) for one in interrupts):
             raise
-        raise SystemExit(
-            "laplace-invariance: interrupted; the same command with --resume continues"
-        ) from None
+        message = "laplace-invariance: interrupted"
+        if VERBS[arguments.verb].resumes:
+            message += "; the same command with --resume continues"
+        raise SystemExit(message) from None
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         raise SystemExit(f"laplace-invariance: {error}") from error
 

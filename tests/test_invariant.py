@@ -104,3 +104,26 @@ def test_the_old_name_of_transform_still_works():
     with pytest.warns(DeprecationWarning, match="now called transform"):
         samples = augmentation.apply(x, draws)
     torch.testing.assert_close(samples, augmentation.transform(x, draws), rtol=0, atol=0)
+
+
+class Shifted(li.Augmentation):
+    """An augmentation as they were written when ``transform`` was called ``apply``."""
+
+    def sample(self, n, n_samples, generator=None):
+        return torch.rand(n, n_samples, 1, generator=generator)
+
+    def fixed(self, n_samples):
+        return torch.zeros(1, n_samples, 1)
+
+    def apply(self, x, draws):
+        return x.unsqueeze(1) + draws
+
+
+def test_augmentations_with_the_old_name_of_transform_still_work():
+    x = torch.randn(3, 2)
+    with pytest.warns(DeprecationWarning, match="Shifted.apply"):
+        outputs = li.InvariantModel(nn.Identity(), Shifted(), n_samples=4).eval()(x)
+    assert outputs.shape == (3, 2)
+    assert ((outputs > x) & (outputs < x + 1)).all()
+    with pytest.raises(NotImplementedError, match="Augmentation has no transform"):
+        li.Augmentation().transform(x, x)

@@ -1,5 +1,6 @@
 """The package as a whole: its version, its names, and the layout that the pages describe."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -27,6 +28,37 @@ for name in li.__all__:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_threads_may_ask_for_public_names_at_once():
+    code = """
+import threading
+import laplace_invariance as li
+found, start = [], threading.Barrier(len(li.__all__))
+def ask(name):
+    start.wait()
+    found.append(getattr(li, name))
+threads = [threading.Thread(target=ask, args=(name,)) for name in li.__all__]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == len(threads)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_import_names_from_where_they_are():
+    """Not through the root of the package, where import-linter cannot see whose they are."""
+    for path in (ROOT / "laplace_invariance").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "laplace_invariance":
+                names = {alias.name for alias in node.names}
+                assert not names & set(li._HOMES), path
+            elif isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+                assert "laplace_invariance" not in names, path
 
 
 def test_unknown_names_are_refused():

@@ -65,21 +65,30 @@ class Augmentation(Hyperparameterised):
         Returns:
             Samples ``[n, n_samples, ...]``.
         """
-        raise NotImplementedError
+        kind = type(self)
+        if kind.apply is Augmentation.apply:
+            raise NotImplementedError(f"{kind.__name__} has no transform(x, draws)")
+        warnings.warn(
+            f"{kind.__name__}.apply(x, draws) is deprecated: call it transform",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.apply(x, draws)
 
-    def apply(self, fn: Any, draws: Any = None) -> Any:
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
         """Call a function on all modules, as ``nn.Module.apply`` does.
 
         Deprecated: ``apply(x, draws)`` is :meth:`transform`, which once had this name.
         """
-        if callable(fn):
-            return super().apply(fn)
+        (first, *_) = (*args, *kwargs.values())
+        if callable(first):
+            return super().apply(first)
         warnings.warn(
             "Augmentation.apply(x, draws) is now called transform(x, draws)",
             DeprecationWarning,
             stacklevel=2,
         )
-        return self.transform(fn, draws)
+        return self.transform(*args, **kwargs)
 
     def count(self, n_samples: int) -> int:
         """Return the number of samples per input when ``n_samples`` are asked for."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
@@ -240,16 +239,20 @@ def convolution(module: Any) -> Iterator[AnyBlock]:
     Args:
         module: Convolution of torch, or any module with the settings of one.
     """
-    patches = partial(extract_patches, module=module)
     groups = module.groups
 
-    def by_group(g: Tensor) -> Tensor:
+    def inputs(x: Tensor) -> Tensor:
+        patches = extract_patches(x, module)
+        if groups == 1:
+            return patches.squeeze(2)
+        return patches
+
+    def gradients(g: Tensor) -> Tensor:
+        if groups == 1:
+            return _channels_second(g)
         return g.flatten(2).mT.unflatten(-1, (groups, -1))
 
-    if groups == 1:
-        yield MatrixBlock("weight", lambda x: patches(x).squeeze(2), _channels_second)
-    else:
-        yield MatrixBlock("weight", patches, by_group, slots=groups)
+    yield MatrixBlock("weight", inputs, gradients, slots=groups)
     if module.bias is not None:
         yield ElementwiseBlock("bias", None, _channels_second)
 

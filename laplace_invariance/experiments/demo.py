@@ -104,6 +104,7 @@ def demo(
     start = time.perf_counter()
     augmentation = AffinePoints(init={"rotation": 0.1}, learn="rotation")
     with RunDirectory(out) as directory, seeded(config.seed):
+        directory.lock()
         train = rotated_shapes(config.n_train, MAX_ANGLE)
         test = rotated_shapes(N_TEST, MAX_ANGLE)
         weights = _network().state_dict()
@@ -122,7 +123,6 @@ def demo(
             "evidence": max(invariant.evidence),
             "evidence_without": max(plain.evidence),
         }
-        directory.begin()
         figure = _draw(directory, config, train, plain, invariant, history)
     return DemoResult(**found, seconds=time.perf_counter() - start, figure=figure)
 

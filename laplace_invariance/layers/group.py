@@ -39,6 +39,7 @@ __all__ = ["GroupConv2d", "GroupConvolution", "LiftingConv2d"]
 
 KERNELS = ("full", "pointwise", "separable")
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+MAX_PATCH_INDICES = 8  # shapes of inputs whose index a layer keeps
 
 
 class GroupConvolution(nn.Module):
@@ -189,11 +190,15 @@ class GroupConvolution(nn.Module):
             Numbers ``[order * positions, groups, channels * taps]``.
         """
         key = x.shape[1:], x.device
-        if key not in self._patch_indices:
+        index = self._patch_indices.get(key)
+        if index is None:
             # Not an inference tensor: later passes that are differentiated use it, too.
             with torch.inference_mode(False), torch.no_grad():
-                self._patch_indices[key] = self._find_patches(x.shape[1:]).to(x.device)
-        return self._patch_indices[key]
+                index = self._find_patches(x.shape[1:]).to(x.device)
+            if len(self._patch_indices) >= MAX_PATCH_INDICES:
+                self._patch_indices.clear()
+            self._patch_indices[key] = index
+        return index
 
     def _find_patches(self, shape: torch.Size) -> Tensor:
         numbers = torch.arange(1, shape.numel() + 1, dtype=torch.double, device="cpu")
@@ -207,6 +212,10 @@ class GroupConvolution(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_patch_indices": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._patch_indices = {}  # modules of earlier versions have none
 
     def extra_repr(self) -> str:
         return (

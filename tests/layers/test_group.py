@@ -19,6 +19,7 @@ from laplace_invariance.layers import (
     GroupConv2d,
     LiftingConv2d,
 )
+from laplace_invariance.layers.group import MAX_PATCH_INDICES
 
 
 def source(position, size, mode):
@@ -251,3 +252,11 @@ def test_the_index_is_neither_pickled_nor_in_the_state():
     layer.patch_index(torch.randn(1, 2, 4, 9, 9))
     assert len(pickle.dumps(layer)) == before
     assert set(layer.state_dict()) == {"weight", "bias"}
+
+
+def test_a_layer_keeps_few_indices_of_patches():
+    layer = LiftingConv2d(1, 2, 3)
+    for size in range(3, 3 + 2 * MAX_PATCH_INDICES):
+        x = torch.randn(1, 1, size, size)
+        assert torch.equal(layer.patch_index(x), LiftingConv2d(1, 2, 3).patch_index(x))
+    assert len(layer._patch_indices) <= MAX_PATCH_INDICES
