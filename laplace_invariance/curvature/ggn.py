@@ -302,8 +302,7 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
             have a gradient factor for each, not their mean: closer to the curvature, at no cost.
         chunk_size: Number of rows (inputs times samples) to propagate at once; fewer need less
             memory and, below the number of samples of one input, further forward passes.
-        on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a
-            rule in ``kron``.
+        on_unsupported: ``"error"``, or ``"diag"`` for exact diagonals where ``kron`` has no rule.
     """
 
     def __init__(
@@ -334,8 +333,7 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         if num_samples < 1:
             raise ValueError(f"num_samples must be positive, got {num_samples}")
         self.output_rank = output_rank
-        self._trace_kept = 0.0
-        self._trace_total = 0.0
+        self._trace_kept = self._trace_total = 0.0
 
     @property
     def discarded(self) -> float:
@@ -391,8 +389,7 @@ class AugmentedEF(_AugmentedCurvature, EFInterface):
         kfac_approx: ``"expand"`` or ``"reduce"``, for weights that are shared over positions.
         per_slot: Whether layers with slots have a gradient factor for each, not their mean.
         chunk_size: Number of rows (inputs times samples) to propagate at once.
-        on_unsupported: ``"error"``, or ``"diag"`` for the exact diagonal of parameters without a
-            rule in ``kron``.
+        on_unsupported: ``"error"``, or ``"diag"`` for exact diagonals where ``kron`` has no rule.
     """
 
     def _n_columns(self, n_outputs: int) -> int:
