@@ -30,7 +30,7 @@ Backend = type[CurvatureInterface]
 # What the backends of laplace-torch 0.3 do; tests/curvature/test_check.py runs them to see that
 # this is so.
 WITHOUT_KRON = (AsdlHessian, BackPackEF, CurvlinopsHessian)
-CONVOLUTIONS = (
+ANY_CONVOLUTION = (
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -124,7 +124,7 @@ def _known_layers(backend: Backend) -> tuple[type[nn.Module], ...]:
     if issubclass(backend, AsdlInterface):
         return (nn.Linear, nn.Conv2d, nn.Embedding)
     if issubclass(backend, BackPackInterface):
-        return (nn.Linear, *CONVOLUTIONS)
+        return (nn.Linear, *ANY_CONVOLUTION)
     return (nn.Linear, nn.Conv2d)
 
 

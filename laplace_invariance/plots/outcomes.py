@@ -70,7 +70,7 @@ def probability_by_angle(
         ax.plot(degrees, values, label=name)
     ax.axvline(-true_degrees, color="k", ls="--", lw=1)
     ax.axvline(true_degrees, color="k", ls="--", lw=1, label="true range")
-    ax.set(xlabel="turned by (degrees)", ylabel="mean predicted probability")
+    ax.set(xlabel="rotated by (degrees)", ylabel="mean predicted probability")
     ax.set(xlim=(-180, 180), ylim=(0, 1.35))
     ax.set_xticks(range(-180, 181, 60))
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])

@@ -182,14 +182,20 @@ def test_nothing_is_overwritten_without_resume(tmp_path):
 @pytest.mark.parametrize(
     ("model", "change", "match"),
     [
-        (lambda: invariant_network(outputs=4), {},
-         r"net\.2\.weight is \[3, 5\] torch\.float64 there and \[4, 5\]"),
+        (
+            lambda: invariant_network(outputs=4),
+            {},
+            r"net\.2\.weight is \[3, 5\] torch\.float64 there and \[4, 5\]",
+        ),
         (plain_network, {}, "tensors of the model differ"),
-        (invariant_network, {"backend": AugmentedEF},
-         "backend is 'AugmentedGGN' there and 'AugmentedEF' here"),
+        (
+            invariant_network,
+            {"backend": AugmentedEF},
+            "backend is 'AugmentedGGN' there and 'AugmentedEF' here",
+        ),
     ],
     ids=["another size", "another model", "another backend"],
-)  # fmt: skip
+)
 def test_checkpoint_of_another_run_is_refused(tmp_path, model, change, match):
     arguments = FEW | {"checkpoint": tmp_path / "run.pt"}
     li.marglik_training(invariant_network(), shuffled(labelled_points()), **arguments)

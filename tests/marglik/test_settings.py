@@ -20,9 +20,7 @@ from laplace_invariance.marglik import MAP, Augerino, training
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 EMPTY = DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
-PARTIAL = DataLoader(
-    TensorDataset(torch.randn(9, 2), torch.zeros(9).long()), 3, sampler=[0, 1, 2]
-)  # fmt: skip
+PARTIAL = DataLoader(TensorDataset(torch.randn(9, 2), torch.zeros(9).long()), 3, sampler=[0, 1, 2])
 
 BAD = {
     "likelihood": ({"likelihood": "poisson"}, ValueError, "'classification' or 'regression'"),

@@ -232,11 +232,15 @@ def test_learns_a_range_of_hues_and_nothing_else():
     [
         (nn.Sequential(plain_network(), nn.PReLU()), {}, NotImplementedError, r"1\.weight"),
         (plain_network(), {"prior_structure": "diag"}, ValueError, "Prior precision for Kron"),
-        (invariant_network(), {"backend": CurvlinopsGGN}, ValueError,
-         r"no gradient with respect to augmentation\.eta; use backend=AugmentedGGN"),
+        (
+            invariant_network(),
+            {"backend": CurvlinopsGGN},
+            ValueError,
+            r"no gradient with respect to augmentation\.eta; use backend=AugmentedGGN",
+        ),
     ],
     ids=["a layer without a rule", "a prior that the structure has not", "a stock backend"],
-)  # fmt: skip
+)
 def test_what_cannot_work_fails_before_training(tmp_path, model, arguments, error, match):
     arguments = FEW | arguments | {"n_epochs_burnin": 3, "checkpoint": tmp_path / "run.pt"}
     model = model.double()
