@@ -27,6 +27,7 @@ from laplace_invariance.curvature.trace import chunks
 from laplace_invariance.curvature.trace.chunks import AnyTrace, Chunk, ChunkedTrace
 from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import fixed_draws, taped
+from laplace_invariance.hyper import differentiable
 
 __all__ = ["AugmentedEF", "AugmentedGGN"]
 
@@ -91,35 +92,46 @@ class _AugmentedCurvature(CurvatureInterface):
         if kwargs:
             names = sorted(kwargs)
             raise TypeError(f"unknown arguments {names}; backend options go into backend_kwargs")
-        matched = self._prepare(x)
-        if matched.objection is not None and self.on_unsupported == "error":
-            raise NotImplementedError(matched.objection)
-        factors = partial(self._factors, matched=matched, N=N)
-        loss, *found = self._sum(factors, x, y, matched)
-        rest = iter(found)
-        kfacs = []
-        for block in matched.blocks:
-            n_factors = 2 if isinstance(block, MatrixBlock) else 1
-            kfacs.append([next(rest) for _ in range(n_factors)])
-        return loss, DifferentiableKron(kfacs)
+        loss, *found = self._sum("kron", x, y, N)
+        return loss, DifferentiableKron(self._by_parameter(found))
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return loss and exact diagonal ``[P]`` of a batch, differentiable in hyperparameters."""
-        return self._exact(kfac.weighted_diagonal, x, y)
+        loss, diagonal = self._sum("diag", x, y)
+        return loss, diagonal
 
     def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return loss and exact curvature ``[P, P]``, differentiable in hyperparameters."""
-        return self._exact(kfac.gram, x, y)
+        loss, matrix = self._sum("full", x, y)
+        return loss, matrix
 
-    def _exact(
-        self, product: Callable[[Tensor, Tensor | None], Tensor], x: Any, y: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        def curvature(trace: AnyTrace, y: Tensor) -> list[Tensor]:
-            columns, weights = self._columns(trace, y)
-            return [product(self._jacobian(trace, columns), weights)]
+    def pull_back(
+        self,
+        structure: str,
+        x: Any,
+        y: Tensor,
+        N: int,
+        cotangents: Sequence[Tensor | None],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return loss and curvature of a batch, and what given cotangents are in hyperparameters.
 
-        loss, result = self._sum(curvature, x, y, self._prepare(x), explicit=True)
-        return loss, result
+        All in one pass, for callers who know what they will differentiate: nothing is kept, and
+        nothing is computed twice. Draws are fresh.
+
+        Args:
+            structure: ``"kron"``, ``"diag"`` or ``"full"``.
+            x: Inputs ``[batch, ...]``.
+            y: Targets ``[batch, ...]``.
+            N: Size of the data set.
+            cotangents: A weight of the loss, and of each tensor of the curvature; None is zero.
+
+        Returns:
+            Loss and tensors of the curvature, those of Kronecker factors in one list, without
+            graph; and the gradient of each hyperparameter of the model that requires grad.
+        """
+        parts, terms, matched = self._parts(structure, x, y, N)
+        with torch.enable_grad(), differentiable():
+            return chunks.differentiate_over(parts, terms, cotangents, matched)
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return Jacobians ``[batch, C, P]`` and outputs ``[batch, C]``, as for predictions.
@@ -193,17 +205,29 @@ class _AugmentedCurvature(CurvatureInterface):
             elements += sum(parameter.numel() for parameter in matched.parameters)
         return CHUNK_ELEMENTS // (elements * (self._n_columns(matched.n_outputs) + FORWARD_TENSORS))
 
-    def _sum(
-        self,
-        curvature: Callable[[AnyTrace, Tensor], list[Tensor]],
-        x: Any,
-        y: Tensor,
-        matched: Match,
-        explicit: bool = False,
-    ) -> tuple[Tensor, ...]:
+    def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
+        return chunks.sum_over(*self._parts(structure, x, y, N))
+
+    def _parts(
+        self, structure: str, x: Any, y: Tensor, N: int
+    ) -> tuple[list[Chunk], Callable[[Chunk, bool], list[Tensor]], Match]:
+        """Return the chunks of a batch, and the function that computes loss and curvature of one.
+
+        Raises:
+            NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
+        """
+        matched = self._prepare(x)
+        kron = structure == "kron"
+        if kron and matched.objection is not None and self.on_unsupported == "error":
+            raise NotImplementedError(matched.objection)
         if (n := chunks.batch_size(x, self.dict_key_x)) != len(y):
             raise ValueError(f"there are {len(y)} targets for {n} inputs")
+        curvature = self._exact
+        if kron:
+            curvature = partial(self._factors, matched=matched, N=N)
+        elif structure == "diag":
+            curvature = partial(self._exact, product=kfac.weighted_diagonal)
 
         def terms(chunk: Chunk, differentiate: bool) -> list[Tensor]:
             with self._trace(chunk.x, matched, differentiate) as trace:
@@ -215,8 +239,18 @@ class _AugmentedCurvature(CurvatureInterface):
                     )
                 return [self.factor * self.lossfunc(outputs, targets), *curvature(trace, targets)]
 
-        size = self._chunk_size(matched, explicit)
-        return chunks.sum_over(chunks.split(x, size, self.dict_key_x), terms, matched)
+        size = self._chunk_size(matched, explicit=not kron)
+        return chunks.split(x, size, self.dict_key_x), terms, matched
+
+    def _by_parameter(self, factors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Part a list of Kronecker factors by parameter, two for each matrix."""
+        assert self._last_match is not None
+        rest = iter(factors)
+        found = []
+        for block in self._last_match.blocks:
+            n_factors = 2 if isinstance(block, MatrixBlock) else 1
+            found.append([next(rest) for _ in range(n_factors)])
+        return found
 
     # A chunk: its trace, and the curvature that is made of it.
 
@@ -261,6 +295,16 @@ class _AugmentedCurvature(CurvatureInterface):
                 own = [kfac.gram(g, weights)]
             factors.append(own)
         return list(chain.from_iterable(factors))
+
+    def _exact(
+        self,
+        trace: AnyTrace,
+        y: Tensor,
+        product: Callable[[Tensor, Tensor | None], Tensor] = kfac.gram,
+    ) -> list[Tensor]:
+        """Return the exact curvature, or its diagonal."""
+        columns, weights = self._columns(trace, y)
+        return [product(self._jacobian(trace, columns), weights)]
 
     def _jacobian(self, trace: AnyTrace, columns: Sequence[Tensor]) -> Tensor:
         """Return the derivatives ``[batch, column, P]`` in all parameters, in their order."""

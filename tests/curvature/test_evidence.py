@@ -384,3 +384,22 @@ def test_full_evidence_is_the_dense_one():
     expected = sum(ggn(model, model(xb), "classification") for xb, _ in loader)
     torch.testing.assert_close(la.H.detach(), expected.detach())
     assert not torch.allclose(block_diagonal(expected, model), expected)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("data", [points, images])
+def test_one_pass_with_known_cotangents_equals_the_graph(data, structure):
+    model, x = data()
+    y = torch.randint(CLASSES, (len(x),))
+    backend = AugmentedGGN(model, "classification", chunk_size=5 * SAMPLES)
+    model.generator.manual_seed(1)
+    loss, curvature = getattr(backend, structure)(x, y, N=len(x))
+    tensors = [loss]
+    tensors += sum(curvature.kfacs, []) if structure == "kron" else [curvature]
+    cotangents = [torch.randn_like(tensor) for tensor in tensors]
+    (expected,) = torch.autograd.grad(tensors, model.augmentation.eta, cotangents)
+    model.generator.manual_seed(1)
+    values, (gradient,) = backend.pull_back(structure, x, y, len(x), cotangents)
+    torch.testing.assert_close(values, [tensor.detach() for tensor in tensors])
+    torch.testing.assert_close(gradient, expected)
+    assert not any(value.requires_grad for value in values)

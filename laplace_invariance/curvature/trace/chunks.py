@@ -25,6 +25,7 @@ __all__ = [
     "ChunkedTrace",
     "batch_size",
     "check_finite",
+    "differentiate_over",
     "part_of",
     "split",
     "sum_over",
@@ -114,18 +115,45 @@ def sum_over(
                 "the weights changed after fit(), so its evidence has no gradient any more; "
                 "fit again"
             )
-        # shortcuts have no gradients of parameters, which those without a rule need
-        modules = [] if match.others else list(match.model.modules())
-        totals = [torch.zeros_like(tensor) for tensor in hyper]
-        for chunk in chunks:
-            with replaying(chunk.tape), shortcuts(modules):
-                gradients = pull_back_through(terms(chunk, True), cotangents, hyper)
-            for i, gradient in enumerate(gradients):
-                if gradient is not None:
-                    totals[i] = totals[i] + gradient
-        return totals
+        _, gradients = differentiate_over(chunks, terms, cotangents, match)
+        return gradients
 
     return recomputed(evaluate, pull_back, hyper)
+
+
+def differentiate_over(
+    chunks: Sequence[Chunk],
+    terms: Callable[[Chunk, bool], list[Tensor]],
+    cotangents: Sequence[Tensor | None],
+    match: Match,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Sum terms over the chunks of a batch, and pull given cotangents of the sums back.
+
+    Args:
+        chunks: The parts of the batch. Draws are replayed where there are any, and fresh elsewhere.
+        terms: Computes the terms of a chunk, and whether to do so differentiably.
+        cotangents: A weight for each sum, or None.
+        match: Layers and parameters of the model.
+
+    Returns:
+        The sums without graph, and the gradient of each learnt hyperparameter.
+    """
+    hyper = match.hyperparameters()
+    # shortcuts have no gradients of parameters, which those without a rule need
+    modules = [] if match.others else list(match.model.modules())
+    totals: list[Tensor] = []
+    gradients = [torch.zeros_like(tensor) for tensor in hyper]
+    for chunk in chunks:
+        draws = replaying(chunk.tape) if chunk.tape else recording([])
+        with draws, shortcuts(modules):
+            found = terms(chunk, True)
+            pulled = pull_back_through(found, cotangents, hyper)
+        values = [term.detach() for term in found]
+        totals = list(map(torch.add, totals, values)) if totals else values
+        for i, gradient in enumerate(pulled):
+            if gradient is not None:
+                gradients[i] = gradients[i] + gradient
+    return totals, gradients
 
 
 def _fingerprint(match: Match) -> Tensor:
