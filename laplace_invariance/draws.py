@@ -97,6 +97,19 @@ def taped(fresh: Callable[..., Tensor], *arguments: object) -> Tensor:
     return draw
 
 
+_common: ContextVar[torch.Generator | None] = ContextVar("laplace_invariance_common", default=None)
+
+
+@contextmanager
+def common_draws(seed: int) -> Iterator[None]:
+    """Draw for all augmentations inside the context from one generator with this seed."""
+    token = _common.set(torch.Generator().manual_seed(seed))
+    try:
+        yield
+    finally:
+        _common.reset(token)
+
+
 def uniform(
     shape: tuple[int, ...],
     like: Tensor,
@@ -105,6 +118,7 @@ def uniform(
     high: float = 1.0,
 ) -> Tensor:
     """Return independent uniform draws from ``[low, high)``."""
+    generator = _common.get() or generator
     device = like.device if generator is None else generator.device
     draws = torch.rand(shape, generator=generator, device=device, dtype=like.dtype)
     return ((high - low) * draws + low).to(like.device)

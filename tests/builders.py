@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance import FiniteGroup, InvariantModel
-from laplace_invariance.marglik import Evidence
+from laplace_invariance.marglik import Evidence, Refit
 from laplace_invariance.marglik.settings import Settings
 
 
@@ -55,7 +55,8 @@ def training_settings(train_loader, **changes):
     """The settings that ``marglik_training`` would make of these arguments."""
     parameters = inspect.signature(li.marglik_training).parameters.values()
     arguments = {parameter.name: parameter.default for parameter in parameters}
-    arguments |= {"train_loader": train_loader, "objective": Evidence(), **changes}
+    arguments |= {"train_loader": train_loader, "objective": Evidence(), "estimator": Refit()}
+    arguments |= {"lr_aug": 0.3, **changes}
     groups = {}
     for name, kind in typing.get_type_hints(Settings).items():
         names = [field.name for field in dataclasses.fields(kind)]
@@ -92,10 +93,9 @@ def noisy_run(directory, name="run", **options):
     arguments = {
         "n_epochs": 6,
         "n_hypersteps": 2,
-        "n_hyper_batches": 2,
+        "estimator": Refit(n_hyper_batches=2, generator=torch.Generator().manual_seed(5)),
         "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
         "scheduler_kwargs": {"T_max": 30},
-        "generator": torch.Generator().manual_seed(5),
         "lr_aug_min": 0.01,
         "optimizer_kwargs": {"lr": np.float64(1e-2)},
         "checkpoint": directory / f"{name}.pt",

@@ -112,6 +112,7 @@ class _AugmentedCurvature(CurvatureInterface):
         y: Tensor,
         N: int,
         cotangents: Sequence[Tensor | None],
+        values: bool = True,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return loss and curvature of a batch, and what given cotangents are in hyperparameters.
 

@@ -1,7 +1,18 @@
 """Training by the marginal likelihood: weights, priors, noise and invariances together."""
 
 from laplace_invariance import _laplace  # noqa: F401
+from laplace_invariance.marglik.estimators import Refit, Running
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
 from laplace_invariance.marglik.training import Result, marglik_training
 
-__all__ = ["MAP", "Augerino", "Evidence", "Objective", "Regularised", "Result", "marglik_training"]
+__all__ = [
+    "MAP",
+    "Augerino",
+    "Evidence",
+    "Objective",
+    "Refit",
+    "Regularised",
+    "Result",
+    "Running",
+    "marglik_training",
+]

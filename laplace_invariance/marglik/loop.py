@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.hyper import StepGuard, named_hyperparameters
 from laplace_invariance.marglik.checkpoints import Journal
-from laplace_invariance.marglik.evidence import TERMS, EvidenceEstimator, finite
+from laplace_invariance.marglik.estimators.base import TERMS, Context, finite
 from laplace_invariance.marglik.hyperparameters import Hyperparameters
-from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.priors import Priors, last_layer_of
 from laplace_invariance.marglik.settings import Record, Settings
 
 __all__ = ["Trainer"]
@@ -55,11 +56,16 @@ class Trainer:
         self.hyperparameters = Hyperparameters(model, settings.hyperparameters.lr_aug)
         is_regression = settings.evidence.is_regression
         temperature = settings.evidence.temperature
-        self.priors = Priors(model, settings.priors, temperature, has_noise=is_regression)
+        last_layer = None
+        if settings.evidence.subset_of_weights == "last_layer":
+            last_layer = last_layer_of(model, settings.data.example())
+        self.priors = Priors(
+            model, settings.priors, temperature, has_noise=is_regression, last_layer=last_layer
+        )
         kinds = ("weights", "priors", "hyperparameters")
         self.guard = StepGuard(kinds, settings.optimizer.max_bad_steps)
-        self.estimator = EvidenceEstimator(
-            model, settings, self.priors, self.hyperparameters, self.guard
+        self.estimator = settings.evidence.estimator.start(
+            Context(model, settings, self.priors, self.hyperparameters, self.guard)
         )
         self._optimizer, self._scheduler = settings.optimizer.build(model)
         self._objective = settings.hyperparameters.objective
@@ -77,6 +83,7 @@ class Trainer:
         }
         if self._scheduler is not None:
             self._parts["scheduler"] = self._scheduler
+        self._seconds: dict[str, float] = {}
         self.epoch = 0
         self.losses: list[float] = []
         self.history: list[Record] = []
@@ -120,18 +127,26 @@ class Trainer:
         rate = self.settings.hyperparameters.rate(self.epoch, self.n_epochs)
         self.hyperparameters.set_rate(rate)
         due = self.settings.schedule.due(self.epoch)
-        started = time.perf_counter()
-        self.losses.append(self._train_weights())
-        trained = time.perf_counter()
+        self._seconds = {"train": 0.0, "estimate": 0.0}
+        with self._timed("train"):
+            self.losses.append(self._train_weights())
+        self._seconds["train"] -= self._seconds["estimate"]
         estimate: Record = {}
         if due and self._objective.estimates:
-            estimate = self.estimator.estimate(self.epoch)
-        seconds = {"train": trained - started, "estimate": time.perf_counter() - trained}
+            with self._timed("estimate"):
+                estimate = self.estimator.estimate(self.epoch)
         valid = None
         loader = self.settings.data.valid_loader
         if loader is not None and (due or self.epoch == self.n_epochs):
             valid = self._validate(loader)
-        return self._record(estimate, valid, seconds)
+        return self._record(estimate, valid)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        """Add the time inside the context to that of this epoch."""
+        started = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - started
 
     def _train_weights(self) -> float:
         """Pass once over the training data, and return the mean loss of the steps taken."""
@@ -140,6 +155,9 @@ class Trainer:
         for data in self.settings.data.train_loader:
             x, y = self._batch(data)
             self._zero_grad()
+            if self._objective.estimates:
+                with self._timed("estimate"):
+                    self.estimator.observe(x, y, self.epoch)
             statistics = [buffer.clone() for buffer in self._statistics]
             loss = self._objective.training_loss(self.model, self._criterion, x, y)
             loss = loss + self.priors.penalty(self.settings.data.n_data)
@@ -208,7 +226,6 @@ class Trainer:
         self,
         estimate: Record,
         valid: dict[str, float | None] | None,
-        seconds: dict[str, float],
     ) -> Record:
         """Return what is known at the end of an epoch."""
         noise = self.priors.noise
@@ -224,7 +241,7 @@ class Trainer:
             "sigma_noise": None if noise is None else noise.item(),
             "valid": valid,
             "skipped": dict(self.guard.skipped),
-            "seconds": seconds,
+            "seconds": dict(self._seconds),
         }
 
     def _progress(self) -> dict[str, str]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
-from laplace.utils import expand_prior_precision
+from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace_invariance.layers.residual import ResidualPathway
 from laplace_invariance.marglik.settings import PriorSettings
 
-__all__ = ["Priors", "grouping"]
+__all__ = ["Priors", "grouping", "last_layer_of"]
 
 STRUCTURES = ("scalar", "layerwise", "diag", "path")
 
@@ -57,8 +58,12 @@ def grouping(model: nn.Module, structure: str | Sequence[str]) -> dict[str, str]
     return _by_pattern(structure, names)
 
 
+def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
 def _trainable_names(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [name for name, _ in _trainable(model)]
 
 
 def _by_path(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
@@ -153,6 +158,31 @@ def _per_group(initial: dict[str, float], groups: dict[str, str]) -> list[float]
     return list(found.values())
 
 
+def _weighted_squares(parameters: Collection[Tensor], precision: Tensor) -> Tensor:
+    """Return ``theta^T P theta`` for one precision, one per tensor, or one per number."""
+    if len(precision) in (1, len(parameters)):  # without copies of all weights
+        norms = torch.stack([p.flatten().dot(p.flatten()) for p in parameters])
+        return (precision * norms).sum()
+    theta = parameters_to_vector(parameters)
+    return (precision * theta) @ theta
+
+
+def last_layer_of(model: nn.Module, x: Any) -> str:
+    """Return the name of the layer that laplace takes for the last one.
+
+    Args:
+        model: Any module that ends with a linear layer.
+        x: Inputs of a batch.
+
+    Raises:
+        ValueError: If the last module that is called is not linear.
+    """
+    extractor = FeatureExtractor(deepcopy(model).eval())
+    with torch.no_grad():
+        extractor.find_last_layer(x)
+    return extractor._last_layer_name
+
+
 class Priors:
     """Log prior precisions of the weights and, for regression, the log noise, with their optimiser.
 
@@ -161,8 +191,10 @@ class Priors:
         settings: Structure, initial values and step size.
         temperature: Temperature of the likelihood, as in laplace.
         has_noise: Whether the likelihood has observation noise, as that of a regression.
+        last_layer: Name of the last layer, if the prior of its weights alone is learnt.
 
     Attributes:
+        last_layer: The same.
         log_precision: Logarithms ``[groups]``, or ``[parameters]`` with ``"diag"``; learnt.
         log_noise: Logarithm ``[1]`` of the standard deviation of the noise; None without noise.
         learnt: Those of the two that are learnt.
@@ -172,15 +204,26 @@ class Priors:
     """
 
     def __init__(
-        self, model: nn.Module, settings: PriorSettings, temperature: float, has_noise: bool
+        self,
+        model: nn.Module,
+        settings: PriorSettings,
+        temperature: float,
+        has_noise: bool,
+        last_layer: str | None = None,
     ) -> None:
         self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.last_layer = last_layer
         self._temperature = temperature
         self.grouping = grouping(model, settings.prior_structure)
+        self._parameters = dict(_trainable(model))
+        self._fixed: dict[str, nn.Parameter] = {}
+        if last_layer is not None:
+            self._leave_out_all_but(last_layer, settings.prior_structure)
         self.groups = list(dict.fromkeys(self.grouping.values()))
-        first = self._parameters[0]
-        self.log_precision = self._initial_logarithms(settings.prior_prec_init)
+        first = next(iter(self._parameters.values()))
+        initial = _initial_precisions(settings.prior_prec_init, _trainable_names(model))
+        self._fixed_precision = temperature * first.new_tensor([initial[n] for n in self._fixed])
+        self.log_precision = self._initial_logarithms(initial, first)
         self.log_precision.requires_grad_()
         self.learnt = [self.log_precision]
         self.log_noise: Tensor | None = None
@@ -192,21 +235,32 @@ class Priors:
         self.optimizer = torch.optim.Adam(self.learnt, lr=settings.lr_hyp)
         # laplace takes one precision for all, but otherwise wants one for every tensor
         self._group_of_tensor: Tensor | None = None
-        if self.groups and settings.prior_structure != "scalar":
+        if self.groups and last_layer is None and settings.prior_structure != "scalar":
             places = [self.groups.index(group) for group in self.grouping.values()]
             self._group_of_tensor = torch.tensor(places, device=first.device)
 
-    def _initial_logarithms(self, precision: float | Mapping[str, float]) -> Tensor:
-        initial = _initial_precisions(precision, _trainable_names(self._model))
-        each_alone = {name: name for name in initial}
-        values = _per_group(initial, self.grouping or each_alone)
-        logarithms = [math.log(self._temperature * value) for value in values]
-        first = self._parameters[0]
-        found = torch.tensor(logarithms, dtype=first.dtype, device=first.device)
+    def _leave_out_all_but(self, layer: str, structure: str | Sequence[str]) -> None:
+        """Learn one precision for the tensors of a layer, or one for every number in it."""
+        if structure not in ("scalar", "layerwise", "diag"):
+            raise ValueError(
+                "prior_structure must be 'scalar', 'layerwise' or 'diag' for the last layer, "
+                f"got {structure!r}"
+            )
+        mine = {n: p for n, p in self._parameters.items() if n.startswith(f"{layer}.")}
+        self._fixed = {n: p for n, p in self._parameters.items() if n not in mine}
+        self._parameters = mine
+        if self.grouping:
+            self.grouping = dict.fromkeys(mine, layer)
+
+    def _initial_logarithms(self, initial: dict[str, float], like: Tensor) -> Tensor:
+        own = {name: initial[name] for name in self._parameters}
+        each_alone = {name: name for name in own}
+        values = _per_group(own, self.grouping or each_alone)
+        found = like.new_tensor([math.log(self._temperature * value) for value in values])
         if self.grouping:
             return found
-        sizes = [parameter.numel() for parameter in self._parameters]
-        return found.repeat_interleave(torch.tensor(sizes, device=first.device))
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        return found.repeat_interleave(torch.tensor(sizes, device=like.device))
 
     @property
     def precision(self) -> Tensor:
@@ -238,13 +292,9 @@ class Priors:
         scale: float | Tensor = self._temperature
         if self.noise is not None:  # the squared error is the log likelihood but for this factor
             scale = scale / (2 * self.noise.detach().square())
-        precision = self.precision.detach()
-        if len(precision) in (1, len(self._parameters)):  # without copies of all weights
-            norms = torch.stack([p.flatten().dot(p.flatten()) for p in self._parameters])
-            weighted = (precision * norms).sum()
-        else:
-            theta = parameters_to_vector(self._parameters)
-            weighted = (expand_prior_precision(precision, self._model) * theta) @ theta
+        weighted = _weighted_squares(self._parameters.values(), self.precision.detach())
+        if self._fixed:
+            weighted = weighted + _weighted_squares(self._fixed.values(), self._fixed_precision)
         return (0.5 * weighted / n_data / scale).squeeze()
 
     def values(self) -> dict[str, Tensor]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from laplace.curvature.curvature import CurvatureInterface
@@ -21,6 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from laplace_invariance.marglik.objectives import Objective
+
+if TYPE_CHECKING:
+    from laplace_invariance.marglik.estimators import Estimator
 
 __all__ = [
     "Callback",
@@ -33,16 +36,30 @@ __all__ = [
     "Record",
     "Schedule",
     "Settings",
+    "check_numbers",
 ]
+
+SUBSETS = ("all", "last_layer")
+STRUCTURES = ("kron", "diag", "full")
 
 Record = dict[str, Any]
 Callback = Callable[[Record, nn.Module], object]
 
 
-def _check_numbers(
+def check_numbers(
     settings: object, *names: str, least: float | None = None, whole: bool = False
 ) -> None:
-    """Raise unless numbers are finite, and positive or at least ``least``; None passes."""
+    """Raise unless numbers are finite, and positive or at least ``least``; None passes.
+
+    Args:
+        settings: Object with the numbers.
+        names: Names of its attributes to check.
+        least: Smallest number that is allowed; None is any above zero.
+        whole: Whether numbers must be whole.
+
+    Raises:
+        ValueError: If a number is none of these.
+    """
     wanted = "positive and finite" if least is None else f"finite and at least {least}"
     if whole:
         wanted += " and whole"
@@ -73,6 +90,13 @@ def _check_loader(name: str, loader: DataLoader) -> int:
     return n_data
 
 
+def _in_order(loader: DataLoader, batch_size: int | None) -> DataLoader:
+    """Return a loader of all examples of another, in the order of the data set."""
+    return DataLoader(
+        loader.dataset, batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+    )
+
+
 @dataclass(frozen=True)
 class DataSettings:
     """Training data, how they are batched for the evidence, and validation data."""
@@ -85,7 +109,7 @@ class DataSettings:
     dict_key_y: str
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "marglik_batch_size", whole=True)
+        check_numbers(self, "marglik_batch_size", whole=True)
         n_train = _check_loader("train_loader", self.train_loader)
         if self.valid_loader is not None:
             _check_loader("valid_loader", self.valid_loader)
@@ -95,8 +119,14 @@ class DataSettings:
         if n_evidence != n_train:
             raise ValueError(
                 f"marglik_loader has {n_evidence} examples and train_loader {n_train}: the "
-                "evidence is that of the training data; n_hyper_batches saves time"
+                "evidence is that of the training data; estimator='running' saves time"
             )
+
+    def example(self) -> Any:
+        """Return the inputs of the first batch; the state of torch's generator is restored."""
+        with torch.random.fork_rng(devices=[]):
+            data = next(iter(self.evidence_loader))
+        return data if isinstance(data, MutableMapping) else data[0]
 
     @property
     def n_data(self) -> int:
@@ -117,12 +147,18 @@ class DataSettings:
         batch_size = self.marglik_batch_size
         if batch_size is None and not getattr(loader, "drop_last", False):
             return loader
-        return DataLoader(
-            loader.dataset,
-            loader.batch_size if batch_size is None else batch_size,
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-        )
+        return _in_order(loader, loader.batch_size if batch_size is None else batch_size)
+
+    @property
+    def ordered_loader(self) -> DataLoader:
+        """The same batches in the order of the data, so that every run draws alike for an example.
+
+        A loader without a batch size of its own is returned as it is.
+        """
+        loader = self.evidence_loader
+        if not isinstance(loader, DataLoader) or loader.batch_size is None:
+            return loader
+        return _in_order(loader, loader.batch_size)
 
 
 @dataclass(frozen=True)
@@ -136,7 +172,7 @@ class OptimizerSettings:
     max_bad_steps: int
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "max_bad_steps", whole=True)
+        check_numbers(self, "max_bad_steps", whole=True)
         if issubclass(self.optimizer_cls, torch.optim.LBFGS):
             raise ValueError(
                 "LBFGS evaluates the loss several times per step, which is not supported; "
@@ -161,9 +197,11 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class EvidenceSettings:
-    """Likelihood and Laplace approximation, by which the evidence is estimated."""
+    """Likelihood, Laplace approximation and estimator of its evidence."""
 
     likelihood: str
+    estimator: Estimator
+    subset_of_weights: str
     hessian_structure: str
     backend: type[CurvatureInterface]
     backend_kwargs: dict[str, Any] | None
@@ -175,7 +213,14 @@ class EvidenceSettings:
             raise ValueError(
                 f"likelihood must be 'classification' or 'regression', got {self.likelihood!r}"
             )
-        _check_numbers(self, "temperature")
+        for name, choices in {
+            "subset_of_weights": SUBSETS,
+            "hessian_structure": STRUCTURES,
+        }.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        check_numbers(self, "temperature")
 
     @property
     def is_regression(self) -> bool:
@@ -194,25 +239,22 @@ class PriorSettings:
     lr_hyp: float
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "sigma_noise_init", "lr_hyp")
+        check_numbers(self, "sigma_noise_init", "lr_hyp")
         if not isinstance(self.prior_prec_init, Mapping):  # priors check those by pattern
-            _check_numbers(self, "prior_prec_init")
+            check_numbers(self, "prior_prec_init")
 
 
 @dataclass(frozen=True)
 class HyperparameterSettings:
-    """By what hyperparameters are learnt, from which batches, and with which step size."""
+    """By what hyperparameters are learnt, and with which step size."""
 
     objective: Objective
     lr_aug: float
     lr_aug_min: float | None
-    n_hyper_batches: int | None
-    generator: torch.Generator | None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "lr_aug")
-        _check_numbers(self, "lr_aug_min", least=0)
-        _check_numbers(self, "n_hyper_batches", whole=True)
+        check_numbers(self, "lr_aug")
+        check_numbers(self, "lr_aug_min", least=0)
 
     def rate(self, epoch: int, n_epochs: int) -> float:
         """Return the step size in an epoch, from 1: half a cosine over all epochs."""
@@ -232,9 +274,9 @@ class Schedule:
     n_hypersteps_prior: int | None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "n_epochs", "marglik_frequency", whole=True)
+        check_numbers(self, "n_epochs", "marglik_frequency", whole=True)
         not_negative = ("n_epochs_burnin", "n_hypersteps", "n_hypersteps_prior")
-        _check_numbers(self, *not_negative, least=0, whole=True)
+        check_numbers(self, *not_negative, least=0, whole=True)
         if self.n_hypersteps_prior is not None and self.n_hypersteps == 0:
             raise ValueError(
                 "with n_hypersteps_prior, n_hypersteps is the number of rounds "
@@ -332,5 +374,6 @@ class Settings:
             "n_hypersteps": (self.schedule.n_hypersteps, self.schedule.n_hypersteps_prior),
             "marglik_frequency": self.schedule.marglik_frequency,
             "n_epochs_burnin": self.schedule.n_epochs_burnin,
-            "n_hyper_batches": self.hyperparameters.n_hyper_batches,
+            "estimator": repr(self.evidence.estimator),
+            "subset_of_weights": self.evidence.subset_of_weights,
         }

@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.checkpoints import Journal, RandomStates
+from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
 from laplace_invariance.marglik.settings import (
@@ -40,8 +42,15 @@ class Result:
     """Result of training; unpacks to ``la, model, margliks, losses`` as that of laplace does.
 
     Attributes:
-        la: The Laplace approximation at the best evidence.
-        model: The model, with the weights and hyperparameters of the best evidence.
+        la: Laplace approximation of the model, with all directions of the loss Hessian (or, of more
+            than 33 outputs, an unbiased estimate), fitted to the training data.
+        model: The model, with the weights and hyperparameters that the estimator chose: of the best
+            estimate (``Refit``) or the last ones.
+        evidence: Log evidence of ``la``. Its draws are the same in all runs, so that evidences
+            with the same number of samples can be compared.
+        evidence_error: Standard error of the evidence; 0 if it is exact.
+        n_samples: Numbers of samples that outputs are averaged over, by name of the module; an
+            evidence with more samples is higher.
         margliks: Negative log marginal likelihoods, one per step on prior precisions, or per
             estimate if there are none.
         losses: Mean training loss of every epoch, with the prior's term.
@@ -50,18 +59,21 @@ class Result:
             ``prior_precision``, ``prior_precisions`` (None if more than 200), ``sigma_noise``,
             ``hyperparameters`` and ``ranges`` (magnitudes) that it is the evidence of; ``valid``,
             ``skipped`` (steps so far that were not finite) and ``seconds``.
-        hyperparameters: Hyperparameters of the best evidence, by name.
-        prior_precision: Prior precision of the best evidence, as laplace takes it: one, or one per
-            tensor or parameter.
+        hyperparameters: Hyperparameters of the model, by name.
+        prior_precision: Prior precision, as laplace takes it: one, or one per tensor or
+            parameter.
         prior_precisions: The same by name of what shares it: ``"all"``, a tensor, a path, or
             ``"pattern (captured texts)"``; empty for ``"diag"``.
-        sigma_noise: Observation noise of the best evidence; None for classification.
-        best_epoch: Epoch of the best evidence; the last one if no evidence was estimated.
+        sigma_noise: Observation noise; None for classification.
+        best_epoch: Epoch that the model is of.
         skipped: Number of steps that were skipped because something was not finite, by kind.
     """
 
     la: BaseLaplace
     model: nn.Module
+    evidence: float
+    evidence_error: float
+    n_samples: dict[str, int]
     margliks: list[float]
     losses: list[float]
     history: list[Record]
@@ -73,10 +85,9 @@ class Result:
     skipped: dict[str, int]
 
     def __repr__(self) -> str:
-        estimated = [r["evidence"] for r in self.history if r["evidence"] is not None]
         return (
             f"Result(epochs={len(self.history)}, best_epoch={self.best_epoch}, "
-            f"evidence={max(estimated, default=None)}, skipped={self.skipped})"
+            f"evidence={self.evidence}, skipped={self.skipped})"
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,30 +125,30 @@ def marglik_training(
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
     *,
+    estimator: str | Estimator | None = None,
+    subset_of_weights: str = "all",
     backend_kwargs: dict[str, Any] | None = None,
     objective: Objective | None = None,
-    lr_aug: float = 0.3,
+    lr_aug: float | None = None,
     lr_aug_min: float | None = None,
     marglik_loader: DataLoader | None = None,
     marglik_batch_size: int | None = None,
     n_hypersteps_prior: int | None = None,
-    n_hyper_batches: int | None = None,
     valid_loader: DataLoader | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     resume: bool = False,
     history: str | Path | None = None,
-    generator: torch.Generator | None = None,
     max_bad_steps: int = 10,
 ) -> Result:
     """Train weights by the loss, and priors, noise and hyperparameters by the evidence.
 
     Every positional argument is that of ``laplace.marglik_training`` and has the same meaning; on a
     model without hyperparameters the two take the same steps. Hyperparameters (those of
-    :func:`~laplace_invariance.named_hyperparameters` that require grad) take one step by Adam
-    whenever the evidence is estimated, after the prior precisions and the noise, which take
-    ``n_hypersteps`` on the same decomposition. A step whose objective or gradient is not finite is
-    skipped, counted and logged.
+    :func:`~laplace_invariance.named_hyperparameters` that require grad) take steps by Adam, when
+    and from what depends on the ``estimator``. Prior precisions and noise take ``n_hypersteps``
+    whenever the evidence is estimated, on one decomposition of the curvature. A step whose
+    objective or gradient is not finite is skipped, counted and logged.
 
     Args:
         model: Network with outputs ``[batch, outputs]``, such as an ``InvariantModel``.
@@ -176,12 +187,19 @@ def marglik_training(
             differentiated.
         dict_key_x: Key of the inputs, if the loader yields mappings.
         dict_key_y: Key of the targets, if the loader yields mappings.
-        backend_kwargs: Options of the backend, such as ``{"output_rank": 3}``.
+        estimator: How the evidence is estimated: ``"running"`` or ``"refit"``, or an object of
+            :mod:`laplace_invariance.marglik.estimators` with other options. None is ``"running"``,
+            the cheapest, where hyperparameters are learnt by the evidence, and ``"refit"``, as in
+            laplace, elsewhere.
+        subset_of_weights: Weights that the Laplace approximation is of: ``"all"`` or
+            ``"last_layer"``. The prior of other weights keeps its initial precision then.
+        backend_kwargs: Options of the backend, such as ``{"stochastic": True}``, for estimates
+            during training; for the returned approximation see :class:`Result`.
         objective: Objective by which hyperparameters are learnt; None is
             :class:`~laplace_invariance.marglik.Evidence`.
-        lr_aug: Step size of hyperparameters in the first epoch. Large, so that ranges open before
-            the weights have settled for narrow ones: with small steps all rotations of digits are
-            found only if one starts there.
+        lr_aug: Step size of hyperparameters in the first epoch; None is that of the estimator.
+            Large, so that ranges open before the weights have settled for narrow ones: with small
+            steps all rotations of digits are found only if one starts there.
         lr_aug_min: Step size at which half a cosine over the epochs ends; None is a tenth of
             ``lr_aug``.
         marglik_loader: Batches for the evidence, with the same examples; None is the training
@@ -191,8 +209,6 @@ def marglik_training(
         n_hypersteps_prior: If given, an estimate consists of ``n_hypersteps`` rounds, each of which
             fits the curvature, takes this number of steps on priors and noise, and one on
             hyperparameters. None is one round with ``n_hypersteps`` steps on priors.
-        n_hyper_batches: Number of batches in which hyperparameters are differentiated, drawn at
-            random for every estimate; the gradient is scaled to be unbiased. None is all.
         valid_loader: Data on which loss and accuracy are reported whenever the evidence is
             estimated. It is only reported: nothing is chosen by it.
         callbacks: Functions called after every epoch as ``callback(record, model)``, with the
@@ -204,11 +220,10 @@ def marglik_training(
             before; a larger ``n_epochs`` trains for longer.
         history: File to which every record is appended as a line of JSON. It must not exist unless
             ``resume``.
-        generator: Generator that draws the batches of ``n_hyper_batches``; None is torch's default.
         max_bad_steps: Number of skipped steps of one kind in a row after which training ends.
 
     Returns:
-        Weights, hyperparameters, priors and Laplace approximation of the best evidence, and the
+        Weights, hyperparameters, priors and Laplace approximation with its evidence, and the
         history of the run.
 
     Raises:
@@ -218,6 +233,7 @@ def marglik_training(
         FloatingPointError: If ``max_bad_steps`` steps in a row were not finite.
     """
     learnt_by = evidence_unless_given(objective)
+    chosen = chosen_estimator(estimator, model, learnt_by)
     settings = Settings(
         DataSettings(
             train_loader, marglik_loader, marglik_batch_size, valid_loader, dict_key_x, dict_key_y
@@ -226,10 +242,17 @@ def marglik_training(
             optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs, max_bad_steps
         ),
         EvidenceSettings(
-            likelihood, hessian_structure, backend, backend_kwargs, temperature, enable_backprop
+            likelihood,
+            chosen,
+            subset_of_weights,
+            hessian_structure,
+            backend,
+            backend_kwargs,
+            temperature,
+            enable_backprop,
         ),
         PriorSettings(prior_structure, prior_prec_init, sigma_noise_init, fix_sigma_noise, lr_hyp),
-        HyperparameterSettings(learnt_by, lr_aug, lr_aug_min, n_hyper_batches, generator),
+        HyperparameterSettings(learnt_by, chosen.lr_aug if lr_aug is None else lr_aug, lr_aug_min),
         Schedule(n_epochs, n_epochs_burnin, marglik_frequency, n_hypersteps, n_hypersteps_prior),
         OutputSettings(checkpoint, resume, history, callbacks, progress_bar),
     )
@@ -238,7 +261,7 @@ def marglik_training(
     trainer = Trainer(model, settings)
     trainer.estimator.rehearse()
     loaders = (train_loader, settings.data.evidence_loader, valid_loader)
-    random_states = RandomStates(model, loaders, [generator])
+    random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
     journal = Journal(trainer, random_states, settings.output)
     journal.open()
     trainer.train(journal)
@@ -246,13 +269,16 @@ def marglik_training(
 
 
 def _result(trainer: Trainer) -> Result:
-    """Return to the best evidence, and put together what is known there."""
-    la = trainer.estimator.fit_best(trainer.epoch)
+    """Return to the state that the estimator chooses, and put together what is known there."""
+    final = trainer.estimator.finish(trainer.epoch)
     noise = trainer.priors.noise
     named = trainer.hyperparameters.named
     return Result(
-        la=la,
+        la=final.la,
         model=trainer.model,
+        evidence=final.evidence,
+        evidence_error=final.error,
+        n_samples=_numbers_of_samples(trainer.model),
         margliks=trainer.estimator.margliks,
         losses=trainer.losses,
         history=trainer.history,
@@ -260,6 +286,12 @@ def _result(trainer: Trainer) -> Result:
         prior_precision=trainer.priors.precision.detach(),
         prior_precisions=trainer.priors.named(),
         sigma_noise=None if noise is None else noise.detach(),
-        best_epoch=trainer.estimator.best["epoch"],
+        best_epoch=final.epoch,
         skipped=dict(trainer.guard.skipped),
     )
+
+
+def _numbers_of_samples(model: nn.Module) -> dict[str, int]:
+    """Return the number of samples of every averaging model inside, by its name."""
+    averages = {n: m for n, m in model.named_modules() if isinstance(m, InvariantModel)}
+    return {name: m.augmentation.count(m.n_samples) for name, m in averages.items()}

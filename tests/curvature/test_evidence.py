@@ -1,5 +1,6 @@
 """The evidence of stock Laplace, and its gradient in hyperparameters, priors and noise."""
 
+import itertools
 import math
 
 import pytest
@@ -394,8 +395,9 @@ def test_one_pass_with_known_cotangents_equals_the_graph(data, structure):
     backend = AugmentedGGN(model, "classification", chunk_size=5 * SAMPLES)
     model.generator.manual_seed(1)
     loss, curvature = getattr(backend, structure)(x, y, N=len(x))
-    tensors = [loss]
-    tensors += sum(curvature.kfacs, []) if structure == "kron" else [curvature]
+    tensors = [loss, curvature]
+    if structure == "kron":
+        tensors = [loss, *itertools.chain.from_iterable(curvature.kfacs)]
     cotangents = [torch.randn_like(tensor) for tensor in tensors]
     (expected,) = torch.autograd.grad(tensors, model.augmentation.eta, cotangents)
     model.generator.manual_seed(1)

@@ -23,7 +23,7 @@ from builders import (
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
-from laplace_invariance.marglik import Augerino, checkpoints
+from laplace_invariance.marglik import Augerino, Refit, Running, checkpoints
 from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
@@ -64,14 +64,23 @@ def stopping_after(epoch):
     return stop
 
 
+ESTIMATORS = {
+    "refit": {},
+    "running": {"estimator": Running(every=3), "marglik_frequency": 2},
+    "last layer": {"estimator": "running", "subset_of_weights": "last_layer"},
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("epoch", [1, 3, 6], ids="stopped after epoch {}".format)
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path, epoch):
-    whole = noisy_run(tmp_path, "whole")
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, epoch, estimator):
+    options = ESTIMATORS[estimator]
+    whole = noisy_run(tmp_path, "whole", **options)
     with pytest.raises(Stop):
-        noisy_run(tmp_path, callbacks=[stopping_after(epoch)])
+        noisy_run(tmp_path, callbacks=[stopping_after(epoch)], **options)
     with (tmp_path / "run.jsonl").open("a") as file:
         file.write('{"epoch": 99}\n{"epo')  # what a killed process may leave
-    resumed = noisy_run(tmp_path, resume=True)
+    resumed = noisy_run(tmp_path, resume=True, **options)
     assert_bit_equal(whole, resumed)
     assert read_history(tmp_path / "run.jsonl") == without_times(whole.history)
     assert not list(tmp_path.glob(".*"))
@@ -142,7 +151,10 @@ def test_killed_run_resumes_bit_equal(tmp_path):
         ({"temperature": 7.0}, r"its temperature is 1\.0 there and 7\.0 here"),
         ({"objective": Augerino(1.0)}, "its objective"),
         ({"optimizer_cls": torch.optim.SGD}, "its optimizer is 'Adam' there and 'SGD' here"),
-        ({"generator": None}, "states of 4 generators, but model, loaders and arguments have 3"),
+        (
+            {"estimator": Refit(2)},
+            "states of 4 generators, but model, loaders and arguments have 3",
+        ),
     ],
     ids=["temperature", "objective", "optimizer", "generator"],
 )

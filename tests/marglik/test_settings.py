@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
-from laplace_invariance.marglik import MAP, Augerino, training
+from laplace_invariance.marglik import MAP, Augerino, Running, training
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 EMPTY = DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
@@ -30,12 +30,10 @@ BAD = {
     "no temperature": ({"temperature": 0.0}, ValueError, "temperature must be positive"),
     "no noise": ({"sigma_noise_init": 0.0}, ValueError, "sigma_noise_init must be positive"),
     "negative precision": ({"prior_prec_init": -1.0}, ValueError, "prior_prec_init must be"),
-    "no batches": ({"n_hyper_batches": 0}, ValueError, "n_hyper_batches"),
-    "half a batch": (
-        {"n_hyper_batches": 1.5},
-        ValueError,
-        "n_hyper_batches must be positive and finite and whole",
-    ),
+    "no such estimator": ({"estimator": "exact"}, ValueError, "must be one of refit, running"),
+    "no estimator": ({"estimator": 3}, TypeError, "a name or an object"),
+    "no such subset": ({"subset_of_weights": "some"}, ValueError, "one of all, last_layer"),
+    "no such structure": ({"hessian_structure": "lowrank"}, ValueError, "one of kron, diag, full"),
     "negative steps": (
         {"n_hypersteps": -1},
         ValueError,
@@ -134,13 +132,13 @@ def test_every_argument_becomes_the_setting_of_its_name(monkeypatch, tmp_path):
         "marglik_loader": None,
         "marglik_batch_size": 19,
         "n_hypersteps_prior": 23,
-        "n_hyper_batches": 29,
+        "estimator": Running(every=29),
+        "subset_of_weights": "last_layer",
         "valid_loader": shuffled(data),
         "callbacks": [print],
         "checkpoint": tmp_path / "a",
         "resume": "resume",
         "history": tmp_path / "b",
-        "generator": torch.Generator(),
         "max_bad_steps": 37,
     }
     monkeypatch.setattr(training, "Trainer", capture)

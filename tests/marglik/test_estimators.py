@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
-from laplace_invariance.marglik import MAP, Augerino
-from laplace_invariance.marglik.evidence import PartlyDifferentiable
+from laplace_invariance.marglik import MAP, Augerino, Refit, Running
 from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
@@ -72,22 +71,23 @@ def test_an_estimate_steps_priors_and_what_is_learnt_by_evidence(objective, step
     assert trainer.model.augmentation.eta.grad is None
 
 
-def test_fit_best_returns_to_where_the_evidence_was_best():
+def test_a_refit_returns_to_where_the_evidence_was_best():
     trainer = trainer_of(invariant_network())
     record = trainer.estimator.estimate(epoch=3)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(1.0)
-    la = trainer.estimator.fit_best(epoch=4)
-    assert trainer.estimator.best["epoch"] == 3
-    assert la.log_marginal_likelihood().item() == pytest.approx(record["evidence"], rel=0.05)
+    final = trainer.estimator.finish(epoch=4)
+    assert final.epoch == 3
+    assert final.la.log_marginal_likelihood().item() == final.evidence
+    assert final.evidence == pytest.approx(record["evidence"], rel=0.05)
+    assert final.error == 0
 
 
 def test_without_an_estimate_the_present_is_the_best():
     trainer = trainer_of(invariant_network(), objective=MAP())
     before = everything(trainer)
-    trainer.estimator.fit_best(epoch=4)
-    assert trainer.estimator.best["epoch"] == 4
+    assert trainer.estimator.finish(epoch=4).epoch == 4
     assert not changed(before, everything(trainer))
 
 
@@ -112,11 +112,25 @@ def test_steps_on_priors_do_not_pass_through_the_data():
 # Gradients.
 
 
+class DifferentiableIn(DataLoader):
+    """A loader that lets a tensor require grad in some of its batches only."""
+
+    def __init__(self, loader, tensor, batches):
+        super().__init__(loader.dataset, loader.batch_size)
+        self.chosen = tensor, batches
+
+    def __iter__(self):
+        tensor, batches = self.chosen
+        for index, batch in enumerate(super().__iter__()):
+            tensor.requires_grad_(index in batches)
+            yield batch
+
+
 def gradient_in(model, loader, batches):
     """The gradient of stock laplace if hyperparameters require grad in some batches only."""
     eta = model.augmentation.eta
     la = laplace.Laplace(model, "classification", "all", "kron", backend=AugmentedGGN)
-    la.fit(PartlyDifferentiable(loader, [eta], batches))
+    la.fit(DifferentiableIn(loader, eta, batches))
     eta.requires_grad_()
     (-la.log_marginal_likelihood()).backward()
     found, eta.grad = eta.grad.clone(), None
@@ -139,9 +153,7 @@ def test_step_sees_the_gradient_of_the_evidence(monkeypatch, n_hyper_batches):
     model, loader = invariant_network(draws="grid"), DataLoader(labelled_points(), batch_size=11)
     still = {"n_epochs": 1, "n_hypersteps": 0, "optimizer_kwargs": {"lr": 0.0}, "lr_aug": 1e-9}
     generator = torch.Generator().manual_seed(1)
-    li.marglik_training(
-        model, loader, n_hyper_batches=n_hyper_batches, generator=generator, **still
-    )
+    li.marglik_training(model, loader, estimator=Refit(n_hyper_batches, generator), **still)
     (found,) = [gradient for gradient in seen if gradient.shape == (6,)]
     assert model.augmentation.eta.requires_grad
     if n_hyper_batches == 1:
@@ -189,6 +201,7 @@ def test_bad_evidence_is_skipped(structure):
         nn.Sequential(invariant_network(), bad),
         shuffled(labelled_points()),
         hessian_structure=structure,
+        estimator="refit",
         callbacks=[lambda record, model: epoch.__setitem__(0, record["epoch"] + 1)],
         **FEW | {"n_epochs": 6},
     )

@@ -1,0 +1,234 @@
+"""Stock Laplace as a calculator: the curvature of batches is summed here, and put into it.
+
+``Laplace.fit`` passes once through a loader and keeps what a backward pass would need. Training
+knows more: which batches it wants, what it will differentiate, and when nothing has to be
+differentiated at all. So an :class:`Approximation` asks the backend for batches itself, and leaves
+to laplace what laplace defines: likelihoods, priors, and the marginal likelihood made of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from laplace import Laplace
+from laplace.utils import FeatureExtractor
+from laplace.utils.matrix import Kron
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from laplace_invariance.curvature.kron import DifferentiableKronDecomposed
+from laplace_invariance.draws import common_draws
+from laplace_invariance.hyper import hyperparameters
+from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.settings import Settings
+from laplace_invariance.modes import evaluation
+
+__all__ = [
+    "Approximation",
+    "constant",
+    "fresh_seed",
+    "learnt_hyperparameters",
+    "replayable",
+]
+
+
+def learnt_hyperparameters(module: nn.Module) -> list[Tensor]:
+    """Return the hyperparameters of a module that require grad."""
+    return [tensor for tensor in hyperparameters(module) if tensor.requires_grad]
+
+
+@contextmanager
+def constant(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let tensors require no grad inside the context, so that curvature keeps nothing for them."""
+    for tensor in tensors:
+        tensor.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.requires_grad_()
+
+
+def fresh_seed(count: int) -> int:
+    """Return a seed that follows from the state of torch's generator, which it does not change.
+
+    Args:
+        count: Number that changes from call to call, as the state may not.
+    """
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes(), count) << 20
+
+
+@contextmanager
+def replayable(draws: int, others: int | None = None) -> Iterator[None]:
+    """Draw inside the context from seeds, so that another pass can draw the same.
+
+    Args:
+        draws: Seed of the draws of augmentations.
+        others: Seed of everything else; None is the same.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), common_draws(draws):
+        torch.manual_seed(draws if others is None else others)
+        yield
+
+
+class Approximation:
+    """A Laplace approximation of a model that is trained, made anew of whatever is put into it.
+
+    One object serves all estimates of a run, so that the backend matches and verifies the layers of
+    the model once. For the last layer, laplace approximates a copy of the model, which gets the
+    present weights and hyperparameters with every call.
+
+    Args:
+        model: Model that is trained.
+        settings: Settings of the run.
+        priors: Prior precisions and noise.
+        options: Options of the backend.
+        enable_backprop: Whether predictions are to be differentiable with respect to inputs.
+
+    Attributes:
+        la: The Laplace approximation; what it is made of is what was put in last.
+        n_data: Number of training examples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        priors: Priors,
+        options: Mapping[str, Any] | None = None,
+        enable_backprop: bool = False,
+    ) -> None:
+        self._model = model
+        self._key_y = settings.data.dict_key_y
+        self._structure = settings.evidence.hessian_structure
+        self.n_data = settings.data.n_data
+        self._lengths: list[int] = []  # number of Kronecker factors of each parameter
+        self._factors_of: Callable[[Any], Kron] = Kron
+        arguments: dict[str, Any] = {}
+        if priors.last_layer is not None:
+            arguments["last_layer_name"] = priors.last_layer
+        self.la: Any = Laplace(
+            model,
+            settings.evidence.likelihood,
+            subset_of_weights=settings.evidence.subset_of_weights,
+            hessian_structure=self._structure,
+            sigma_noise=1.0 if priors.noise is None else priors.noise.detach(),
+            prior_precision=priors.precision.detach(),
+            temperature=settings.evidence.temperature,
+            enable_backprop=enable_backprop,
+            backend=settings.evidence.backend,
+            backend_kwargs=dict(options or {}),
+            dict_key_x=settings.data.dict_key_x,
+            dict_key_y=settings.data.dict_key_y,
+            **arguments,
+        )
+
+    def differentiates(self) -> bool:
+        """Return whether the backend can differentiate hyperparameters."""
+        return hasattr(self.la.backend, "pull_back")
+
+    def samples_columns(self) -> bool:
+        """Return whether the backend can estimate the loss Hessian from some of its columns."""
+        return hasattr(self.la.backend, "output_rank")
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs of the model; known after the first batch."""
+        return self.la.n_outputs
+
+    def batch(self, data: Any) -> tuple[Any, Tensor]:
+        """Return inputs and targets on the device of the weights; a mapping stays as it is."""
+        device = self.la._device
+        if isinstance(data, MutableMapping):
+            return data, data[self._key_y].to(device, non_blocking=True)
+        x, y = data
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def curvature(self, x: Any, y: Tensor) -> list[Tensor]:
+        """Return loss and curvature of a batch as a list of tensors, which add up over batches."""
+        with self._ready(x), constant(learnt_hyperparameters(self.la.model)):
+            loss, curvature = self.la._curv_closure(x, y, N=self.n_data)
+        return [loss.detach(), *self._tensors(curvature)]
+
+    def pull_back(
+        self, x: Any, y: Tensor, cotangents: Sequence[Tensor], values: bool = True
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what :meth:`curvature` does, and gradients of the learnt hyperparameters.
+
+        Args:
+            x: Inputs of a batch.
+            y: Targets of a batch.
+            cotangents: Derivatives with respect to the tensors, as :meth:`cotangents` returns them.
+            values: Whether the tensors are wanted; the list is empty otherwise.
+        """
+        with self._ready(x):
+            return self.la.backend.pull_back(self._structure, x, y, self.n_data, cotangents, values)
+
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        """Make loss and curvature of all data, as sums of :meth:`curvature`, those of ``la``.
+
+        Raises:
+            torch.linalg.LinAlgError: If a Kronecker factor is not finite.
+        """
+        loss, *rest = tensors
+        la = self.la
+        la.loss = loss
+        la.n_data = self.n_data
+        weights = la.model.last_layer.parameters() if self._is_copy else la.params
+        la.mean = parameters_to_vector(weights).detach()
+        la._posterior_scale = None  # which laplace keeps for a dense matrix
+        if self._structure != "kron":
+            (la.H,) = rest
+            return
+        remaining = iter(rest)
+        factors = [[next(remaining) for _ in range(n)] for n in self._lengths]
+        la.H_facs = self._factors_of(factors)
+        la.H = la.H_facs.decompose()
+
+    def leaves(self) -> list[Tensor]:
+        """Make loss and curvature leaves of the graph, and return them.
+
+        Steps on priors are cheap with these, and what the evidence is differentiated with respect
+        to them is all that :meth:`pull_back` needs to know.
+        """
+        la = self.la
+        la.loss = _leaf(la.loss)
+        if not isinstance(la.H, DifferentiableKronDecomposed):
+            la.H = _leaf(la.H)
+            return [la.loss, la.H]
+        la.H.factors = [[_leaf(factor) for factor in factors] for factors in la.H.factors]
+        return [la.loss, *chain.from_iterable(la.H.factors)]
+
+    @property
+    def _is_copy(self) -> bool:
+        return isinstance(self.la.model, FeatureExtractor)
+
+    @contextmanager
+    def _ready(self, x: Any) -> Iterator[None]:
+        """Put the model, or laplace's copy of it, into evaluation mode and the present state."""
+        la = self.la
+        if self._is_copy:
+            la.model.model.load_state_dict(self._model.state_dict())
+        with evaluation(la.model):
+            if not la.n_outputs:
+                with torch.no_grad():
+                    la.n_outputs = la.model(x).shape[-1]
+                la.model.output_size = la.n_outputs
+            yield
+
+    def _tensors(self, curvature: Any) -> list[Tensor]:
+        if not isinstance(curvature, Kron):
+            return [curvature.detach()]
+        self._lengths = [len(factors) for factors in curvature.kfacs]
+        self._factors_of = type(curvature)
+        return [factor.detach() for factor in chain.from_iterable(curvature.kfacs)]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()

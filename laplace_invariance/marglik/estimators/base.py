@@ -1,0 +1,272 @@
+"""What all estimators of the evidence share: steps on priors, records, and the end of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_invariance.hyper import StepGuard
+from laplace_invariance.marglik.approximation import (
+    Approximation,
+    constant,
+    learnt_hyperparameters,
+    replayable,
+)
+from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.settings import Record, Settings
+
+if TYPE_CHECKING:
+    from laplace_invariance.marglik.hyperparameters import Hyperparameters
+
+__all__ = ["TERMS", "Context", "Estimator", "Final", "RunningEstimator", "finite"]
+
+logger = logging.getLogger(__name__)
+
+TERMS = ("log_likelihood", "log_det_ratio", "scatter")
+
+# The evidence of a result is that of all columns of the loss Hessian up to so many, and else the
+# mean of some estimates, which are unbiased, with their standard error.
+MOST_COLUMNS = 32
+MANY_COLUMNS = {"output_rank": 8, "stochastic": True, "num_samples": 8}
+N_ESTIMATES = 3
+SEED = 0  # of the draws with which evidences of results are computed, common to all runs
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What an estimator works on.
+
+    Attributes:
+        model: Model that is trained.
+        settings: Settings of the run.
+        priors: Prior precisions and noise.
+        hyperparameters: Hyperparameters of the model.
+        guard: Guard that counts skipped steps of kinds ``"priors"`` and ``"hyperparameters"``.
+    """
+
+    model: nn.Module
+    settings: Settings
+    priors: Priors
+    hyperparameters: Hyperparameters
+    guard: StepGuard
+
+
+@dataclass(frozen=True)
+class Final:
+    """The end of a run.
+
+    Attributes:
+        la: Laplace approximation of the model that is returned.
+        evidence: Log evidence of it.
+        error: Standard error of the evidence; zero if it is exact.
+        epoch: Epoch that it is of.
+    """
+
+    la: Any
+    evidence: float
+    error: float
+    epoch: int
+
+
+class Estimator:
+    """A way to estimate the evidence while a model trains, as ``marglik_training`` takes it.
+
+    Subclasses are frozen dataclasses whose fields are its options.
+
+    Attributes:
+        lr_aug: Step size of hyperparameters unless another is asked for.
+    """
+
+    lr_aug: float
+
+    def start(self, context: Context) -> RunningEstimator:
+        """Return the estimator at work in one run."""
+        raise NotImplementedError
+
+
+class RunningEstimator:
+    """An estimator at work: estimates the evidence, and steps what is learnt by it.
+
+    The evidence is that of the Laplace approximation,
+    ``log_likelihood - 0.5 * (log_det_ratio + scatter)``. One decomposition of the curvature serves
+    all steps on priors and noise, for which it is constant.
+
+    Args:
+        context: Model, settings, priors and hyperparameters.
+        options: Options of the backend that hold unless ``backend_kwargs`` has others.
+
+    Attributes:
+        margliks: Negative log evidence at every step on priors, or at every fit if there are none.
+    """
+
+    def __init__(self, context: Context, options: dict[str, Any] | None = None) -> None:
+        self._context = context
+        self._model = context.model
+        self._settings = context.settings
+        self._priors = context.priors
+        self._hyperparameters = context.hyperparameters
+        self._guard = context.guard
+        self._loader = context.settings.data.evidence_loader
+        self._options = (options or {}) | (context.settings.evidence.backend_kwargs or {})
+        objective = context.settings.hyperparameters.objective
+        by_evidence = objective.estimates and not objective.steps_in_training
+        self._steps_hyperparameters = by_evidence and bool(self._hyperparameters.tensors)
+        self.approximation = self._approximate(self._options)
+        self.margliks: list[float] = []
+
+    def _approximate(self, options: dict[str, Any], enable_backprop: bool = False) -> Approximation:
+        return Approximation(self._model, self._settings, self._priors, options, enable_backprop)
+
+    # What an estimator does in a run.
+
+    def observe(self, x: Any, y: Tensor, epoch: int) -> None:
+        """See a minibatch before the weights are trained on it.
+
+        Args:
+            x: Inputs of the minibatch.
+            y: Its targets.
+            epoch: Present epoch.
+        """
+
+    def estimate(self, epoch: int) -> Record:
+        """Estimate the evidence, and step priors, noise and hyperparameters by it.
+
+        Args:
+            epoch: Present epoch.
+
+        Returns:
+            The evidence with its terms, and the hyperparameters that it is the evidence of; empty
+            if the curvature was not finite.
+
+        Raises:
+            FloatingPointError: If too many steps in a row were not finite.
+        """
+        raise NotImplementedError
+
+    def choose_final(self, epoch: int) -> int:
+        """Put the state that is returned into model and priors, and return its epoch."""
+        return epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later estimates depend on."""
+        return {"margliks": self.margliks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back a state that :meth:`state_dict` returned."""
+        self.margliks = state["margliks"]
+
+    # The beginning and the end.
+
+    def rehearse(self) -> None:
+        """Compute the curvature of two examples, so that what cannot work fails before training.
+
+        Raises:
+            ValueError: If hyperparameters are to be learnt by the evidence of a backend that
+                cannot differentiate them.
+        """
+        if self._steps_hyperparameters and not self.approximation.differentiates():
+            names = ", ".join(self._hyperparameters.named)
+            raise ValueError(
+                f"the evidence of backend {self._settings.evidence.backend.__name__} has no "
+                f"gradient with respect to {names}; use backend=AugmentedGGN, or "
+                "requires_grad_(False) for what is not to be learnt"
+            )
+        with torch.random.fork_rng(devices=[]):
+            batch = next(iter(self._loader))
+            if not isinstance(batch, MutableMapping):
+                batch = [part[:2] for part in batch]
+            self._rehearse(*self.approximation.batch(batch))
+
+    def _rehearse(self, x: Any, y: Tensor) -> None:
+        self.approximation.curvature(x, y)
+
+    def finish(self, epoch: int) -> Final:
+        """Return to the state that the run returns, and fit a Laplace approximation there.
+
+        All columns of the loss Hessian are used, or an unbiased estimate of many, and draws that
+        are common to all runs, so that evidences can be compared.
+
+        Args:
+            epoch: Number of epochs done.
+        """
+        chosen = self.choose_final(epoch)
+        options, n_estimates = self._final_options()
+        evidences = []
+        for i in range(n_estimates):
+            la = self._fit(options, SEED, signs=SEED + i)
+            evidences.append(la.log_marginal_likelihood().detach().item())
+        values = torch.tensor(evidences, dtype=torch.float64)
+        error = 0.0
+        if n_estimates > 1:
+            error = values.std().item() / math.sqrt(n_estimates)
+        return Final(la, values.mean().item(), error, chosen)
+
+    def _final_options(self) -> tuple[dict[str, Any], int]:
+        """Return options of the backend for the end of a run, and the number of fits."""
+        columns = ("output_rank", "stochastic", "num_samples")
+        options = {name: value for name, value in self._options.items() if name not in columns}
+        many = self.approximation.n_outputs > MOST_COLUMNS + 1
+        if not many or not self.approximation.samples_columns():
+            return options, 1
+        return options | MANY_COLUMNS, N_ESTIMATES
+
+    def _fit(self, options: dict[str, Any], seed: int, signs: int) -> Any:
+        """Return a fitted Laplace approximation that keeps nothing of the data."""
+        approximation = self._approximate(options, self._settings.evidence.enable_backprop)
+        la = approximation.la
+        with constant(learnt_hyperparameters(la.model)), replayable(seed, signs):
+            la.fit(self._settings.data.ordered_loader)
+        return la
+
+    # Steps that estimators share.
+
+    def _step_priors(self) -> None:
+        """Step prior precisions and noise on one decomposition of the curvature."""
+        la = self.approximation.la
+        optimizer = self._priors.optimizer
+        for _ in range(self._settings.schedule.prior_steps):
+            optimizer.zero_grad()
+            objective = -la.log_marginal_likelihood(self._priors.precision, self._priors.noise)
+            if torch.isfinite(objective):
+                objective.backward(inputs=self._priors.learnt)
+            if not self._guard.allows("priors", self._priors.learnt, objective.detach()):
+                break  # the other steps would see the same
+            optimizer.step()
+            self.margliks.append(objective.item())
+
+    def _evidence(self) -> Tensor:
+        """Return the evidence with the stepped priors, differentiable in what was put in."""
+        noise = self._priors.noise
+        if noise is not None:
+            noise = noise.detach()
+        la = self.approximation.la
+        evidence = la.log_marginal_likelihood(self._priors.precision.detach(), noise)
+        if not self._settings.schedule.prior_steps and torch.isfinite(evidence):
+            self.margliks.append(-evidence.item())
+        return evidence
+
+    def _describe(self, evidence: Tensor) -> Record:
+        la = self.approximation.la
+        record: Record = {"evidence": finite(evidence.item())}
+        record |= {name: finite(getattr(la, name).item()) for name in TERMS}
+        return record | self._hyperparameters.describe()
+
+    def _step_hyperparameters(self, gradients: Sequence[Tensor], evidence: Tensor) -> None:
+        """Step hyperparameters along gradients of the evidence."""
+        tensors = self._hyperparameters.tensors
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = -gradient
+        if self._guard.allows("hyperparameters", tensors, evidence.detach()):
+            self._hyperparameters.step()
+        self._hyperparameters.zero_grad()
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None if it is not finite, as JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,152 @@
+"""Running averages: curvature and gradients from a few minibatches, while the weights train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.marglik.approximation import fresh_seed, replayable
+from laplace_invariance.marglik.estimators.base import Context, Estimator, RunningEstimator
+from laplace_invariance.marglik.settings import Record, check_numbers
+
+__all__ = ["Running"]
+
+
+@dataclass(frozen=True)
+class Running(Estimator):
+    """Learn from some of the minibatches on which the weights are trained, one pass each.
+
+    Before the weights are trained on every ``every``-th minibatch, one pass over it gives its
+    curvature, which is accumulated, and the gradient of hyperparameters, which take a step. That
+    takes the derivative of the log determinant in the curvature of *all* data, which is kept from
+    the last estimate. An estimate averages what was accumulated with what was known before,
+    decomposes it, and steps the priors. So an estimate costs no pass through the data, and
+    hyperparameters take many more steps.
+
+    The evidence of the history lags behind the weights and is not compared; what is returned is the
+    last state, with its exact evidence. The loss Hessian is estimated by one random direction
+    unless ``backend_kwargs`` says otherwise.
+
+    Attributes:
+        every: Number of minibatches from one that is looked at to the next, but at least one is
+            looked at for every estimate.
+        decay: Weight, in the average, of what was known before.
+        lr_aug: Step size of hyperparameters unless another is asked for.
+    """
+
+    every: int = 8
+    decay: float = 0.5
+    lr_aug: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "every", whole=True)
+        check_numbers(self, "lr_aug")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay must be at least 0 and below 1, got {self.decay}")
+
+    def start(self, context: Context) -> RunningEstimator:
+        return _Averaging(context, self)
+
+
+class _Averaging(RunningEstimator):
+    """Estimates from running averages over minibatches; returns the last state."""
+
+    def __init__(self, context: Context, settings: Running) -> None:
+        super().__init__(context, _one_random_column(context))
+        n_batches = len(context.settings.data.train_loader)
+        between_estimates = n_batches * context.settings.schedule.marglik_frequency
+        self._every = min(settings.every, between_estimates)
+        self._decay = settings.decay
+        self._step = 0  # minibatches seen since the first that counts
+        self._sum: list[Tensor] = []  # loss and curvature since the last estimate
+        self._n_seen = 0  # examples that it is of
+        self._average: list[Tensor] = []  # loss and curvature as if of all data
+        self._cotangents: list[Tensor] = []  # derivatives of the evidence in these
+
+    def observe(self, x: Any, y: Tensor, epoch: int) -> None:
+        schedule = self._settings.schedule
+        if epoch <= schedule.n_epochs_burnin - schedule.marglik_frequency:
+            return
+        self._step += 1
+        if (self._step - 1) % self._every:
+            return
+        with replayable(fresh_seed(self._step)):
+            self._learn_from(x, y)
+
+    def _learn_from(self, x: Any, y: Tensor) -> None:
+        """Accumulate the curvature of a minibatch, and step hyperparameters by its gradient."""
+        if self._cotangents:
+            found, gradients = self.approximation.pull_back(x, y, self._cotangents)
+            weight = self.approximation.n_data / len(y)
+            self._step_hyperparameters([weight * gradient for gradient in gradients], found[0])
+        else:
+            found = self.approximation.curvature(x, y)
+        self._sum = _added(self._sum, found)
+        self._n_seen += len(y)
+
+    def estimate(self, epoch: int) -> Record:
+        if self._n_seen:
+            self._update_average()
+        if not self._average:
+            return {}
+        try:
+            self.approximation.put(self._average)
+        except torch.linalg.LinAlgError as error:
+            self._average, self._cotangents = [], []
+            self._guard.skip("priors", str(error))
+            return {}
+        self._step_priors()
+        if not self._steps_hyperparameters:
+            return self._describe(self._evidence())
+        leaves = self.approximation.leaves()
+        evidence = self._evidence()
+        if torch.isfinite(evidence):
+            self._cotangents = list(torch.autograd.grad(evidence, leaves))
+        return self._describe(evidence)
+
+    def _update_average(self) -> None:
+        """Average what was accumulated, scaled to the size of the data, with what was known."""
+        weight = self.approximation.n_data / self._n_seen
+        fresh = [weight * tensor for tensor in self._sum]
+        if self._average:
+            pairs = zip(self._average, fresh, strict=True)
+            fresh = [self._decay * old + (1 - self._decay) * new for old, new in pairs]
+        self._average = fresh
+        self._sum, self._n_seen = [], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "step": self._step,
+            "sum": self._sum,
+            "n_seen": self._n_seen,
+            "average": self._average,
+            "cotangents": self._cotangents,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._step = state["step"]
+        self._sum = state["sum"]
+        self._n_seen = state["n_seen"]
+        self._average = state["average"]
+        self._cotangents = state["cotangents"]
+
+
+def _one_random_column(context: Context) -> dict[str, Any]:
+    """Return the options that estimate the loss Hessian, unless the user has chosen some."""
+    evidence = context.settings.evidence
+    chosen = {"output_rank", "stochastic", "num_samples"} & set(evidence.backend_kwargs or {})
+    if chosen or not issubclass(evidence.backend, AugmentedGGN):
+        return {}
+    return {"stochastic": True, "num_samples": 1}
+
+
+def _added(totals: Sequence[Tensor], found: list[Tensor]) -> list[Tensor]:
+    if not totals:
+        return found
+    return list(map(torch.add, totals, found))
