@@ -302,6 +302,13 @@ def fresh(call: str, module: str = "bench", allocator: dict[str, str] = ALLOCATO
     return json.loads(results[-1].removeprefix("RESULT "))
 
 
+def restart_with_allocator() -> None:
+    """Start this program again with the allocator set as in ``ALLOCATOR``, unless it is."""
+    if not ALLOCATOR.items() <= os.environ.items():
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, os.environ | ALLOCATOR)
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]

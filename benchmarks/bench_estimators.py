@@ -158,7 +158,7 @@ def by_laplace(
         backend=getattr(curvature, backend),
         backend_kwargs=backend_kwargs,
     )
-    eta = state.model.augmentation.eta
+    (eta,) = li.hyperparameters(la.model)  # of a copy, if it is the last layer's
     n_chosen = max(1, round(share * len(state.loader)))
     chosen = set(torch.randperm(len(state.loader))[:n_chosen].tolist())
     loader = PartlyDifferentiable(state.loader, [eta], chosen)
@@ -397,6 +397,7 @@ def main() -> None:
     add("--n", type=int, default=1000, help="number of images (default: %(default)s)")
     add("--epochs", type=int, default=15, help="epochs of training (default: %(default)s)")
     arguments = options.parse_args()
+    bench.restart_with_allocator()
     torch.set_num_threads(1)
     for name in available(arguments.data):
         rows = missing(name, arguments.rows, arguments)
