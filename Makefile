@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,12 @@ bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks/R
 	$(BIN)/python benchmarks/bench.py --write
 	$(BIN)/python benchmarks/bench_layers.py --write
 	$(BIN)/python benchmarks/bench_engines.py --write
+	$(BIN)/python benchmarks/bench_growth.py --write
+	$(BIN)/python benchmarks/bench_models.py --write
+	$(BIN)/python benchmarks/bench_memory.py --write
+
+bench-estimators: $(READY)  ## compare estimators of the evidence; rows that are there stay
+	$(BIN)/python benchmarks/bench_estimators.py --write
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

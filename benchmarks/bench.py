@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # glibc returns large blocks to the system, and the page faults then cost up to 3.5 times the work.
@@ -30,6 +32,7 @@ NETWORKS = ("MLP", "LeNet", "LeNet-ReLU")
 SAMPLES = (1, 8, 31)
 VARIANTS = ("GGN, exact", "GGN, output_rank=2", "EF")
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a checkout measures itself, whichever one is installed
 
 
 def network(name: str):
@@ -54,6 +57,28 @@ def network(name: str):
         nn.Linear(120, 84),
         activation(),
         nn.Linear(84, CLASSES),
+    )
+
+
+def conv_net(channels: int, size: int, n_classes: int = CLASSES):
+    """Return two convolutions of 8 and 16 channels, each with ReLU and pooling, and a linear layer.
+
+    Args:
+        channels: Number of channels of the images.
+        size: Height and width of the images.
+        n_classes: Number of classes.
+    """
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * (size // 4) ** 2, n_classes),
     )
 
 
@@ -91,33 +116,74 @@ def outputs_of(loss, kron) -> list:
 
 def steps(name: str, n_samples: int) -> dict[str, Callable[[], object]]:
     """Return the functions to time, by name; the first is the unit."""
-    import torch
-
     model, x, y = setting(name, n_samples)
     model.eval()
+    result = {"forward + backward": training_step(model, [(x, y)])}
+    for variant in VARIANTS:
+        result |= curvature_steps(variant, backend(variant, model), model, [(x, y)])
+    return result
+
+
+def training_step(model, batches: list[tuple]) -> Callable[[], object]:
+    """Return a function that runs a model forward and backward on every batch."""
+    import torch
 
     def training() -> None:
-        model.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
+        for x, y in batches:
+            model.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
 
-    result: dict[str, Callable[[], object]] = {"forward + backward": training}
-    for variant in VARIANTS:
-        curvature = backend(variant, model)
-        outputs = outputs_of(*curvature.kron(x, y, N=BATCH))
-        weights = [torch.randn_like(output) for output in outputs]
-        for i, weight in enumerate(weights):
-            if weight.ndim == 2:
-                weights[i] = weight + weight.mT  # cotangents of symmetric matrices are symmetric
+    return training
 
-        def factors(curvature=curvature) -> None:
-            curvature.kron(x, y, N=BATCH)
 
-        def gradient(outputs=outputs, weights=weights) -> None:
-            torch.autograd.grad(outputs, model.augmentation.eta, weights)
+def curvature_steps(
+    label: str, curvature, model, batches: list[tuple]
+) -> dict[str, Callable[[], object]]:
+    """Return functions that compute the factors of all batches, and their gradient in ``eta``.
 
-        result[f"{variant}: kron"] = factors
-        result[f"{variant}: gradient"] = gradient
-    return result
+    Args:
+        label: What the names of the functions begin with.
+        curvature: Backend that computes the factors.
+        model: Model of the backend, with an augmentation.
+        batches: Inputs and targets of each batch.
+    """
+    import torch
+
+    n = sum(len(y) for _, y in batches)
+
+    def factors() -> list:
+        total: list = []
+        for x, y in batches:
+            found = outputs_of(*curvature.kron(x, y, N=n))
+            total = list(map(torch.add, total, found)) if total else found
+        return total
+
+    outputs = factors()
+    weights = cotangents(outputs)
+
+    def gradient() -> None:
+        torch.autograd.grad(outputs, model.augmentation.eta, weights)
+
+    return {f"{label}: kron": factors, f"{label}: gradient": gradient}
+
+
+def cotangents(outputs: list) -> list:
+    """Return random weights of all outputs, symmetric like the outputs and marked as such.
+
+    Those of the log determinant are, too.
+    """
+    import torch
+
+    from laplace_invariance.curvature import kfac
+
+    mark = getattr(kfac, "mark_symmetric", lambda matrix: matrix)
+    weights = []
+    for output in outputs:
+        weight = torch.randn_like(output)
+        if weight.ndim >= 2:
+            weight = mark(weight + weight.mT)
+        weights.append(weight)
+    return weights
 
 
 def times(name: str, n_samples: int, rounds: int) -> dict[str, float]:
@@ -125,15 +191,35 @@ def times(name: str, n_samples: int, rounds: int) -> dict[str, float]:
     return fastest(steps(name, n_samples), rounds)
 
 
-def fastest(measured: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def fastest(
+    measured: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Return the smallest time of each function in seconds, over rounds in which all alternate."""
     best = dict.fromkeys(measured, float("inf"))
     for _ in range(rounds):
         for label, step in measured.items():
-            start = time.perf_counter()
-            step()
-            best[label] = min(best[label], time.perf_counter() - start)
+            best[label] = min(best[label], seconds_of(step, clock))
     return best
+
+
+def seconds_of(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return how long a function takes by a clock, in seconds."""
+    start = clock()
+    step()
+    return clock() - start
+
+
+def fastest_alone(measured: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return what :func:`fastest` does, with one thread and in its CPU time.
+
+    Other processes of the machine disturb this clock less than that on the wall.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    return fastest(measured, rounds, time.thread_time)
 
 
 def resident() -> float:
@@ -187,11 +273,15 @@ def evidence_memory(n: int) -> float:
     return peak()
 
 
-def fresh(call: str, module: str = "bench") -> object:
+def fresh(call: str, module: str = "bench", allocator: dict[str, str] = ALLOCATOR) -> object:
     """Return the value of a call to this or another module, in a fresh process.
 
-    The allocator is set as in ``ALLOCATOR``.
+    Args:
+        call: Call of a function of the module, as it is written in Python.
+        module: Name of a module in this directory.
+        allocator: Variables that set glibc's allocator; without any it has its defaults.
     """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     lines = [
         "import json, sys, warnings",
         "warnings.simplefilter('ignore')",
@@ -201,7 +291,7 @@ def fresh(call: str, module: str = "bench") -> object:
     ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
-        env=os.environ | ALLOCATOR,
+        env=inherited | allocator,
         capture_output=True,
         text=True,
         check=False,
@@ -212,10 +302,34 @@ def fresh(call: str, module: str = "bench") -> object:
     return json.loads(results[-1].removeprefix("RESULT "))
 
 
+def restart_with_allocator() -> None:
+    """Start this program again with the allocator set as in ``ALLOCATOR``, unless it is."""
+    if not ALLOCATOR.items() <= os.environ.items():
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, os.environ | ALLOCATOR)
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def multiple(seconds: float, unit: float, is_unit: bool = False) -> str:
+    """Return a time as a multiple of the unit, with the time itself; of the unit only that."""
+    time_itself = f"{seconds * 1e3:.0f} ms"
+    if seconds < 0.01:
+        time_itself = f"{seconds * 1e3:.1f} ms"
+    if is_unit:
+        return time_itself
+    return f"{seconds / unit:.2f}x ({time_itself})"
+
+
+def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the least-squares slope of values in sizes, both by their logarithms."""
+    return statistics.linear_regression(
+        [math.log(size) for size in sizes], [math.log(value) for value in values]
+    ).slope
 
 
 def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int, ...]) -> str:
@@ -234,8 +348,7 @@ def curvature_tables(rounds: int, networks: tuple[str, ...], samples: tuple[int,
         row = [label]
         for cell in cells:
             unit = seconds[cell][labels[0]]
-            ms = f"{seconds[cell][label] * 1e3:.0f} ms"
-            row.append(ms if label == labels[0] else f"{seconds[cell][label] / unit:.2f}x ({ms})")
+            row.append(multiple(seconds[cell][label], unit, label == labels[0]))
         rows.append(row)
     memories = [
         [label, *(f"{megabytes[(*cell, label)]:.0f}" for cell in cells)] for label in labels
@@ -262,12 +375,13 @@ def evidence_table() -> str:
     return table(header, [["peak resident memory, MB", *cells]])
 
 
-def parser(description: str, rounds: int = 7) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have."""
+def parser(description: str, rounds: int | None = 7) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have; None is one without rounds."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument(
-        "--rounds", type=int, default=rounds, help="rounds of which the minimum is taken"
-    )
+    if rounds is not None:
+        made.add_argument(
+            "--rounds", type=int, default=rounds, help="rounds of which the minimum is taken"
+        )
     made.add_argument(
         "--write", action="store_true", help="replace the tables in benchmarks/README.md"
     )

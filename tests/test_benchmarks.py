@@ -1,0 +1,61 @@
+"""What the benchmarks derive from their measurements."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Return a function that imports a benchmark."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_the_slope_is_the_exponent_of_a_power(module):
+    slope = module("bench").slope
+    assert slope((2, 10, 100), (3 * 2**1.5, 3 * 10**1.5, 3 * 100**1.5)) == pytest.approx(1.5)
+
+
+def test_errors_of_a_gradient_are_split_into_bias_and_spread(module):
+    errors = module("bench_estimators").gradient_errors([[3.0, 5.0], [3.0, 3.0]], [0.0, 4.0])
+    assert errors["bias"] == pytest.approx(3 / 4)
+    assert errors["spread"] == pytest.approx(2**0.5 / 4)
+    assert errors["error"] == pytest.approx(10**0.5 / 4)
+    assert 0 < errors["cosine"] < 1
+
+
+def test_a_gradient_of_another_length_has_cosine_one(module):
+    errors = module("bench_estimators").gradient_errors([[3.0, 6.0]], [1.0, 2.0])
+    assert errors == {
+        "cosine": pytest.approx(1),
+        "error": pytest.approx(2),
+        "bias": pytest.approx(2),
+    }
+
+
+def test_rows_of_another_network_are_left_out(module):
+    merge = module("bench_estimators").of_this_state
+    results = {"A": {"n": 1}, "A/exact": {}, "B": {"n": 1}, "B/exact": {}}
+    assert merge(results, "A", {"n": 1}) == results
+    assert merge(results, "A", {"n": 2}) == {"A": {"n": 2}, "B": {"n": 1}, "B/exact": {}}
+
+
+def test_memory_beyond_the_data_starts_at_zero(module):
+    memory = module("bench_memory")
+    peaks = [100 + memory.data_size(10), 100 + memory.data_size(30) + 7]
+    assert memory.beyond_data([10, 30], peaks) == pytest.approx([0, 7])
+
+
+def test_every_benchmark_has_its_marks_and_is_run_by_make():
+    page = (BENCHMARKS / "README.md").read_text()
+    makefile = (BENCHMARKS.parent / "Makefile").read_text()
+    for path in BENCHMARKS.glob("bench*.py"):
+        assert f"benchmarks/{path.name} --write" in makefile
+        for name in re.findall(r'\bwrite\("(\w+)"', path.read_text()):
+            assert f"<!-- {name} -->\n" in page
+            assert f"<!-- end of {name} -->" in page
