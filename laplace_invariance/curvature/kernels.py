@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.recompute import recomputed
 
 __all__ = ["log_determinant", "matrix_kernel", "softmax_root", "vector_kernel"]
@@ -164,10 +165,9 @@ class _LogDeterminant(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernels: Tensor) -> Tensor:
-        root = _cholesky(kernels + torch.eye(kernels.shape[-1]).to(kernels))
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(torch.cholesky_inverse(root).to(kernels))
-        return 2 * root.diagonal(dim1=-2, dim2=-1).log().sum().to(kernels)
+        value, inverse = _by_cholesky(kernels, ctx.needs_input_grad[0])
+        ctx.save_for_backward(inverse)
+        return value
 
     @staticmethod
     @once_differentiable
@@ -176,15 +176,22 @@ class _LogDeterminant(torch.autograd.Function):
         return cotangent * inverse
 
 
-def _cholesky(matrices: Tensor) -> Tensor:
-    """Return Cholesky factors, in double precision where single precision does not suffice."""
-    supported = matrices
-    if matrices.dtype in (torch.float16, torch.bfloat16):
-        supported = matrices.float()
-    root, failed = torch.linalg.cholesky_ex(supported)
+def _by_cholesky(kernels: Tensor, invert: bool) -> tuple[Tensor, Tensor | None]:
+    """Return ``sum log det(I + K)`` and, if asked for, the inverses."""
+    root, failed = torch.linalg.cholesky_ex(kernels + torch.eye(kernels.shape[-1]).to(kernels))
     if failed.any():
-        return torch.linalg.cholesky(matrices.double())
-    return root
+        return _by_eigenvalues(kernels)
+    value = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum()
+    return value, torch.cholesky_inverse(root) if invert else None
+
+
+def _by_eigenvalues(kernels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same where eigenvalues are negative below -1 by round-off, and count as zero."""
+    if not torch.isfinite(kernels).all():
+        raise torch.linalg.LinAlgError("the tangent kernel is not finite")
+    values, vectors = kfac.eigh(kernels)
+    values = 1 + values.clamp(min=0)
+    return values.log().sum(), vectors / values.unsqueeze(-2) @ vectors.mT
 
 
 def log_determinant(kernels: Tensor) -> Tensor:
@@ -194,6 +201,6 @@ def log_determinant(kernels: Tensor) -> Tensor:
         kernels: Positive semidefinite matrices ``[block, n, n]``.
 
     Raises:
-        torch.linalg.LinAlgError: A kernel is not finite, or not positive semidefinite.
+        torch.linalg.LinAlgError: A kernel is not finite.
     """
     return _LogDeterminant.apply(kernels)
