@@ -10,8 +10,8 @@ The kernel on the right is a sum over parameters, here with one prior precision 
 matrix, ``psi[k, n] = sum_r g[k, n, r] (x) a[n, r]``, and its kernel is found in the cheaper of two
 ways, in pieces, and once more in the backward pass, so that nothing but ``a`` and ``g`` is kept:
 
-    explicit:  psi[k, n] . psi[l, m]                                     some rows of the matrix
-    paired:    sum_r g[k, n, r] . (sum_s (a[n, r] . a[m, s]) g[l, m, s])     some inputs m
+    explicit:  psi[k, n] . psi[l, m]                                 some rows of the matrix
+    paired:    sum_rs (a[n, r] . a[m, s]) (g[k, n, r] . g[l, m, s])      some inputs m
 
 Kernels are blocked: gradients have axes ``[block, column, batch, ...]``, and only columns of the
 same block meet.
@@ -33,6 +33,9 @@ __all__ = ["log_determinant", "matrix_kernel", "softmax_root", "vector_kernel"]
 
 # Elements of the largest tensor that is formed for a piece of a kernel, besides the kernel itself.
 PIECE_ELEMENTS = 2**22
+
+# Multiplications of a matrix product that take as long as one element of an elementwise product.
+ELEMENT = 150
 
 # Inputs m on the right, slots of the matrix, and rows of the matrix in each slot.
 Piece = tuple[slice, slice, slice]
@@ -131,21 +134,22 @@ def _explicit(a: Tensor, g: Tensor, piece: Piece) -> Tensor:
 def _paired(a: Tensor, g: Tensor, piece: Piece) -> Tensor:
     """Return the kernel ``[block, column, batch, column, m]`` with some inputs ``m``."""
     inputs = piece[0]
-    products = torch.einsum("nrqi,msqi->qnrms", a, a[inputs])
-    mixed = torch.einsum("qnrms,blmsqo->bnrqolm", products, g[:, :, inputs])
-    return torch.einsum("bknrqo,bnrqolm->bknlm", g, mixed)
+    a = a.permute(2, 1, 0, 3)  # [slots, r, batch, d_in]: sums over outer axes are fast
+    g = g.permute(0, 4, 3, 1, 2, 5)  # [block, slots, r, column, batch, d_out]
+    products = torch.einsum("qrni,qsmi->qrnsm", a, a[:, :, inputs])
+    grams = torch.einsum("bqrkno,bqslmo->bqrknslm", g, g[..., inputs, :])
+    return (grams * products[:, :, None, :, :, None]).sum((1, 2, 5))
 
 
 def _plan(a: Tensor, g: Tensor) -> tuple[Part, list[Piece]]:
-    """Return the way with fewer multiplications, and pieces of bounded size."""
+    """Return the way with fewer operations, and pieces of bounded size."""
     blocks, columns, n, r, slots, d_out = g.shape
     d_in = a.shape[-1]
     pairs = blocks * columns * columns * n * n  # entries of the kernel
     explicit = (blocks * columns * n * r + pairs) * slots * d_in * d_out
-    paired = ((n * r) ** 2 * d_in + blocks * columns * (n * r) ** 2 * d_out) * slots
-    paired += pairs * r * slots * d_out
+    paired = ((n * r) ** 2 * d_in + pairs * r * r * (d_out + ELEMENT)) * slots
     if paired < explicit:
-        size = n * r * slots * max(r, blocks * columns * d_out)
+        size = slots * pairs * r * r // n
         return _paired, [(part, ALL, ALL) for part in _slices(n, size)]
     size = blocks * columns * n * d_in
     if size * d_out < PIECE_ELEMENTS:

@@ -39,7 +39,6 @@ from laplace_invariance.curvature.recompute import pull_back_through, recomputed
 from laplace_invariance.curvature.rules import ElementwiseBlock
 from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
-from laplace_invariance.draws import recording
 from laplace_invariance.hyper import differentiable
 from laplace_invariance.modes import evaluation
 
@@ -224,7 +223,7 @@ class TangentKernelBound:
             The terms without graph, the gradients of the first one in the given tensors and in
             hyperparameters, zero where there is none, and these hyperparameters.
         """
-        with evaluation(self.model), torch.enable_grad(), recording([]), differentiable():
+        with evaluation(self.model), torch.enable_grad(), differentiable():
             matched = self._backend._prepare(x)
             if matched.objection is not None:
                 raise NotImplementedError(f"tangent kernels need rules; {matched.objection}")

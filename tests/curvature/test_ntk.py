@@ -281,7 +281,7 @@ def test_saturated_logits_have_finite_gradients(kind):
 # Kernels of single parameters.
 
 # block, column, batch, r, slots, d_in, d_out
-PAIRED = (1, 3, 4, 2, 1, 40, 5)
+PAIRED = (1, 3, 4, 2, 1, 200, 5)
 EXPLICIT = (1, 3, 4, 17, 1, 2, 5)
 
 
@@ -290,7 +290,7 @@ EXPLICIT = (1, 3, 4, 17, 1, 2, 5)
     ("sizes", "way"),
     [
         (PAIRED, kernels._paired),
-        ((3, 1, 4, 2, 2, 40, 5), kernels._paired),
+        ((3, 1, 4, 2, 2, 200, 5), kernels._paired),
         (EXPLICIT, kernels._explicit),
         ((3, 1, 4, 17, 2, 2, 5), kernels._explicit),
     ],
