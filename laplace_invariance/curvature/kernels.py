@@ -35,7 +35,7 @@ __all__ = ["log_determinant", "matrix_kernel", "softmax_root", "vector_kernel"]
 PIECE_ELEMENTS = 2**22
 
 # Multiplications of a matrix product that take as long as one element of an elementwise product.
-ELEMENT = 150
+ELEMENT = 200
 
 # Inputs m on the right, slots of the matrix, and rows of the matrix in each slot.
 Piece = tuple[slice, slice, slice]
@@ -127,8 +127,8 @@ def _explicit(a: Tensor, g: Tensor, piece: Piece) -> Tensor:
     """Return the kernel ``[block, column, batch, column, batch]`` of some rows of the matrix."""
     _, slots, rows = piece
     psi = torch.einsum("bknrqo,nrqi->bknqoi", g[..., slots, rows], a[:, :, slots]).flatten(3)
-    flat = psi.flatten(1, 2)
-    return (flat @ flat.mT).view(*psi.shape[:3], *psi.shape[1:3])
+    grams = torch.stack([kfac.gram(block.mT) for block in psi.flatten(1, 2)])
+    return grams.view(*psi.shape[:3], *psi.shape[1:3])
 
 
 def _paired(a: Tensor, g: Tensor, piece: Piece) -> Tensor:
