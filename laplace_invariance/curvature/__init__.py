@@ -42,6 +42,7 @@ from laplace_invariance.curvature.kron import (
     DifferentiableKronDecomposed,
     load_state_dict,
 )
+from laplace_invariance.curvature.ntk import BoundEstimate, TangentKernelBound
 from laplace_invariance.curvature.rules import Block, ElementwiseBlock, MatrixBlock, register_rule
 
 # Engines of other packages, imported when asked for:
@@ -57,10 +58,12 @@ __all__ = [
     "AugmentedEF",
     "AugmentedGGN",
     "Block",
+    "BoundEstimate",
     "DifferentiableKron",
     "DifferentiableKronDecomposed",
     "ElementwiseBlock",
     "MatrixBlock",
+    "TangentKernelBound",
     "check_model",
     "load_state_dict",
     "register_rule",
