@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance import curvature, datasets
 from laplace_invariance.files import read_json, write_text
-from laplace_invariance.marglik.evidence import PartlyDifferentiable
+from laplace_invariance.marglik.estimators import Refit
 
 RESULTS = bench.ROOT / "benchmarks/results/estimators.json"
 FILES = {"MNIST": "mnist.npz", "CIFAR-10": "cifar10_5k.npz"}

@@ -56,7 +56,7 @@ def training_settings(train_loader, **changes):
     parameters = inspect.signature(li.marglik_training).parameters.values()
     arguments = {parameter.name: parameter.default for parameter in parameters}
     arguments |= {"train_loader": train_loader, "objective": Evidence(), "estimator": Refit()}
-    arguments |= {"lr_aug": 0.3, **changes}
+    arguments |= changes
     groups = {}
     for name, kind in typing.get_type_hints(Settings).items():
         names = [field.name for field in dataclasses.fields(kind)]

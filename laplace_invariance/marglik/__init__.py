@@ -1,7 +1,7 @@
 """Training by the marginal likelihood: weights, priors, noise and invariances together."""
 
 from laplace_invariance import _laplace  # noqa: F401
-from laplace_invariance.marglik.estimators import Refit, Running
+from laplace_invariance.marglik.estimators import KernelBound, Refit, Running
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
 from laplace_invariance.marglik.training import Result, marglik_training
 
@@ -9,6 +9,7 @@ __all__ = [
     "MAP",
     "Augerino",
     "Evidence",
+    "KernelBound",
     "Objective",
     "Refit",
     "Regularised",

@@ -129,7 +129,7 @@ def marglik_training(
     subset_of_weights: str = "all",
     backend_kwargs: dict[str, Any] | None = None,
     objective: Objective | None = None,
-    lr_aug: float | None = None,
+    lr_aug: float = 0.3,
     lr_aug_min: float | None = None,
     marglik_loader: DataLoader | None = None,
     marglik_batch_size: int | None = None,
@@ -197,9 +197,9 @@ def marglik_training(
             during training; for the returned approximation see :class:`Result`.
         objective: Objective by which hyperparameters are learnt; None is
             :class:`~laplace_invariance.marglik.Evidence`.
-        lr_aug: Step size of hyperparameters in the first epoch; None is that of the estimator.
-            Large, so that ranges open before the weights have settled for narrow ones: with small
-            steps all rotations of digits are found only if one starts there.
+        lr_aug: Step size of hyperparameters in the first epoch. Large, so that ranges open before
+            the weights have settled for narrow ones: with small steps all rotations of digits are
+            found only if one starts there.
         lr_aug_min: Step size at which half a cosine over the epochs ends; None is a tenth of
             ``lr_aug``.
         marglik_loader: Batches for the evidence, with the same examples; None is the training
@@ -252,7 +252,7 @@ def marglik_training(
             enable_backprop,
         ),
         PriorSettings(prior_structure, prior_prec_init, sigma_noise_init, fix_sigma_noise, lr_hyp),
-        HyperparameterSettings(learnt_by, chosen.lr_aug if lr_aug is None else lr_aug, lr_aug_min),
+        HyperparameterSettings(learnt_by, lr_aug, lr_aug_min),
         Schedule(n_epochs, n_epochs_burnin, marglik_frequency, n_hypersteps, n_hypersteps_prior),
         OutputSettings(checkpoint, resume, history, callbacks, progress_bar),
     )

@@ -23,7 +23,7 @@ from builders import (
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
-from laplace_invariance.marglik import Augerino, Refit, Running, checkpoints
+from laplace_invariance.marglik import Augerino, KernelBound, Refit, Running, checkpoints
 from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
@@ -67,6 +67,7 @@ def stopping_after(epoch):
 ESTIMATORS = {
     "refit": {},
     "running": {"estimator": Running(every=3), "marglik_frequency": 2},
+    "kernel": {"estimator": KernelBound("output", every=2)},
     "last layer": {"estimator": "running", "subset_of_weights": "last_layer"},
 }
 

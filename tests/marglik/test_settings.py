@@ -30,7 +30,7 @@ BAD = {
     "no temperature": ({"temperature": 0.0}, ValueError, "temperature must be positive"),
     "no noise": ({"sigma_noise_init": 0.0}, ValueError, "sigma_noise_init must be positive"),
     "negative precision": ({"prior_prec_init": -1.0}, ValueError, "prior_prec_init must be"),
-    "no such estimator": ({"estimator": "exact"}, ValueError, "must be one of refit, running"),
+    "no such estimator": ({"estimator": "exact"}, ValueError, "one of running, refit, kernel"),
     "no estimator": ({"estimator": 3}, TypeError, "a name or an object"),
     "no such subset": ({"subset_of_weights": "some"}, ValueError, "one of all, last_layer"),
     "no such structure": ({"hessian_structure": "lowrank"}, ValueError, "one of kron, diag, full"),

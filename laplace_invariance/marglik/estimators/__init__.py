@@ -6,6 +6,7 @@ from torch import nn
 
 from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.marglik.estimators.base import Context, Estimator, RunningEstimator
+from laplace_invariance.marglik.estimators.kernel import KernelBound
 from laplace_invariance.marglik.estimators.refit import Refit
 from laplace_invariance.marglik.estimators.running import Running
 from laplace_invariance.marglik.objectives import Objective
@@ -20,7 +21,7 @@ __all__ = [
     "chosen_estimator",
 ]
 
-ESTIMATORS: dict[str, type[Estimator]] = {"refit": Refit, "running": Running}
+ESTIMATORS: dict[str, type[Estimator]] = {"running": Running, "refit": Refit, "kernel": KernelBound}
 
 
 def chosen_estimator(

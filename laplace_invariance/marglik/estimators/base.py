@@ -78,12 +78,7 @@ class Estimator:
     """A way to estimate the evidence while a model trains, as ``marglik_training`` takes it.
 
     Subclasses are frozen dataclasses whose fields are its options.
-
-    Attributes:
-        lr_aug: Step size of hyperparameters unless another is asked for.
     """
-
-    lr_aug: float
 
     def start(self, context: Context) -> RunningEstimator:
         """Return the estimator at work in one run."""

@@ -32,16 +32,13 @@ class Refit(Estimator):
         n_hyper_batches: Number of batches in which hyperparameters are differentiated, drawn at
             random for every estimate; the gradient is scaled to be unbiased. None is all.
         generator: Generator that draws these; None is torch's default.
-        lr_aug: Step size of hyperparameters unless another is asked for.
     """
 
     n_hyper_batches: int | None = None
     generator: torch.Generator | None = field(default=None, repr=False, compare=False)
-    lr_aug: float = 0.3
 
     def __post_init__(self) -> None:
         check_numbers(self, "n_hyper_batches", whole=True)
-        check_numbers(self, "lr_aug")
 
     def start(self, context: Context) -> RunningEstimator:
         return _Refitting(context, self)

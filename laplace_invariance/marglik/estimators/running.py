@@ -36,16 +36,13 @@ class Running(Estimator):
         every: Number of minibatches from one that is looked at to the next, but at least one is
             looked at for every estimate.
         decay: Weight, in the average, of what was known before.
-        lr_aug: Step size of hyperparameters unless another is asked for.
     """
 
     every: int = 8
     decay: float = 0.5
-    lr_aug: float = 0.2
 
     def __post_init__(self) -> None:
         check_numbers(self, "every", whole=True)
-        check_numbers(self, "lr_aug")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {self.decay}")
 
