@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature import eigen, kfac
 
 __all__ = ["DifferentiableKron", "DifferentiableKronDecomposed", "load_state_dict"]
 
@@ -69,11 +70,12 @@ class DifferentiableKron(Kron):
                 "damping=True is not supported: "
                 "stock laplace-torch ignores it after decomposition, too"
             )
+        pairs = iter(eigen.decompose(list(chain.from_iterable(self.kfacs))))
         values, vectors = [], []
         for factors in self.kfacs:
-            pairs = [_eigh(factor) for factor in factors]
-            values.append([pair[0] for pair in pairs])
-            vectors.append([pair[1] for pair in pairs])
+            own = [next(pairs) for _ in factors]
+            values.append([pair[0] for pair in own])
+            vectors.append([pair[1] for pair in own])
         return DifferentiableKronDecomposed(vectors, values, [list(fs) for fs in self.kfacs])
 
     def _bmm(self, W: Tensor) -> Tensor:
@@ -121,19 +123,6 @@ def _add(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
     return list(ours)
 
 
-@torch.no_grad()
-def _eigh(factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return eigenvalues, round-off below zero removed, and eigenvectors (None for a diagonal)."""
-    if not torch.isfinite(factor).all():
-        raise torch.linalg.LinAlgError(
-            "a curvature factor is not finite; check the loss and the inputs of the network"
-        )
-    if factor.ndim == 1:
-        return factor.detach().clamp(min=0), None
-    values, vectors = kfac.eigh(factor.detach())
-    return values.clamp(min=0), vectors
-
-
 class _LogDet(torch.autograd.Function):
     """``log det(s G (x) A + d I)``, with a gradient that differentiates no decomposition.
 
@@ -170,10 +159,18 @@ class _LogDet(torch.autograd.Function):
                 gradients.append(None)
                 continue
             diagonal = scale * _contract(inverse, ctx.values, i)
-            if vectors is not None:
-                diagonal = (vectors * diagonal.unsqueeze(-2)) @ vectors.mT
-            gradients.append(diagonal)
+            gradients.append(_assemble(diagonal, vectors))
         return tuple(gradients)
+
+
+def _assemble(values: Tensor, vectors: Tensor | None) -> Tensor:
+    """Return ``Q diag(l) Q^T``, or the diagonal itself, and mark it as symmetric."""
+    if vectors is None:
+        return values
+    scaled = vectors * values.unsqueeze(-2)
+    if vectors.ndim == 2:
+        return kfac.mark_symmetric(kfac.symmetric_product(scaled.mT, vectors.mT))
+    return kfac.mark_symmetric(scaled @ vectors.mT)
 
 
 def _paired(values: Sequence[Tensor]) -> bool:

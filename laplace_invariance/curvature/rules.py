@@ -131,11 +131,18 @@ def no_factors(block: AnyBlock | None, parameter: Tensor, per_slot: bool) -> lis
     if isinstance(block, ElementwiseBlock):
         return [parameter.new_zeros(parameter.numel(), parameter.numel())]
     rows, columns = len(parameter), parameter[0].numel()
-    if not block.slotted_columns:
-        return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns, columns)]
-    columns //= block.slots
-    outer = (block.slots, rows, rows) if per_slot else (rows, rows)
-    return [parameter.new_zeros(outer), parameter.new_zeros(block.slots, columns, columns)]
+    slots = block.slots
+    outer: tuple[int, ...] = (rows, rows)
+    if block.slotted_columns:
+        columns //= slots
+        if per_slot:
+            outer = (slots, rows, rows)
+        return [parameter.new_zeros(outer), parameter.new_zeros(slots, columns, columns)]
+    if slots == rows > 1:
+        outer = (slots,)
+    elif slots > 1:
+        outer = (slots, rows // slots, rows // slots)
+    return [parameter.new_zeros(outer), parameter.new_zeros(columns, columns)]
 
 
 def Block(
