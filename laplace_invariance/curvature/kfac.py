@@ -97,8 +97,8 @@ def symmetric_product(x: Tensor, y: Tensor, block: int = 256) -> Tensor:
         y: Matrix ``[n, d]``.
         block: Rows of the product that are computed at once, up to the diagonal.
     """
-    d = x.shape[1]
-    if d < 2 * block:
+    n, d = x.shape
+    if d < 2 * block or n < block // 2:  # for few rows, to write the result is most of the work
         return x.mT @ y
     product = x.new_empty(d, d)
     for start in range(0, d, block):
@@ -107,6 +107,9 @@ def symmetric_product(x: Tensor, y: Tensor, block: int = 256) -> Tensor:
         product[:start, start:stop] = product[start:stop, :start].mT
     return product
 
+
+# Length of vectors up to which products of them are formed without a copy in another layout.
+SHORT = 64
 
 # Whether values of Gram matrices are wanted, inside pulling_back(); None outside of it.
 _values_wanted: ContextVar[bool | None] = ContextVar("laplace_invariance_values", default=None)
@@ -158,8 +161,7 @@ class _Gram(torch.autograd.Function):
         ctx.symmetric = _values_wanted.get() is not None
         if _values_wanted.get() is False:
             return x.new_zeros(()).expand(_shape(x, layout))
-        x = x.contiguous()
-        product = _product(x, _weigh(x, weights), layout)
+        product = _weighted_product(x.contiguous(), weights, layout)
         return product if scale == 1 else product.mul_(scale)
 
     @staticmethod
@@ -181,12 +183,23 @@ class _Gram(torch.autograd.Function):
 
 def _shape(x: Tensor, layout: str) -> tuple[int, ...]:
     """Return the shape of the Gram matrix, of its blocks or of its diagonal."""
-    *_, slots, d = x.shape
-    return {"dense": (d, d), "blocks": (slots, d, d), "diagonal": (d,)}[layout]
+    *_, e, d = x.shape
+    return {"dense": (d, d), "transposed": (e, e), "blocks": (e, d, d), "diagonal": (d,)}[layout]
+
+
+def _weighted_product(x: Tensor, p: Tensor | None, layout: str) -> Tensor:
+    """Return ``sum_k p_k x_k^T x_k - s^T s`` with ``s = sum_k p_k x_k``."""
+    if p is None:
+        return _product(x, x, layout)
+    scaled = p.view(*p.shape, *[1] * (x.ndim - 2)) * x
+    total = scaled.sum(1, keepdim=True)
+    return _product(x, scaled, layout) - _product(total, total, layout)
 
 
 def _product(x: Tensor, y: Tensor, layout: str) -> Tensor:
     """Return ``x^T y``, summed over all axes but that of slots and the last."""
+    if layout == "transposed":
+        return torch.bmm(x.flatten(0, -3), y.flatten(0, -3).mT).sum(0)
     if layout == "diagonal":
         return (x * y).flatten(0, -2).sum(0)
     if layout == "blocks":
@@ -196,7 +209,9 @@ def _product(x: Tensor, y: Tensor, layout: str) -> Tensor:
 
 
 def _multiply(x: Tensor, matrix: Tensor, layout: str) -> Tensor:
-    """Return ``x C`` for a matrix, its blocks or its diagonal."""
+    """Return ``x C`` for a symmetric matrix, its blocks or its diagonal."""
+    if layout == "transposed":
+        return matrix @ x
     if layout == "diagonal":
         return x * matrix
     if layout == "blocks":
@@ -239,7 +254,18 @@ def gram(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor
     Returns:
         Matrix ``[d, d]``.
     """
+    if _is_transposed(x):
+        return _Gram.apply(x.mT, weights, scale, "transposed")
     return _Gram.apply(x, weights, scale, "dense")
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Return whether vectors are stored as columns, too short for a copy to be worth it.
+
+    Gradients of convolutions with few channels are.
+    """
+    short = x.ndim > 3 and x.shape[-1] <= min(x.shape[-2], SHORT)
+    return short and not x.is_contiguous() and x.mT.is_contiguous()
 
 
 def gram_blocks(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor:

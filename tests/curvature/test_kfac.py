@@ -47,6 +47,19 @@ def test_gram_equals_the_sum_of_outer_products(weighted, scale, layout):
     )
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gram_of_columns_equals_that_of_their_transpose(weighted):
+    """As of convolutions, whose positions come last."""
+    weights = probabilities(2, 3).requires_grad_() if weighted else None
+    x = torch.randn(2, 3, 5, 7, requires_grad=True)
+    results = [kfac.gram(x.mT, weights, 0.3), kfac.gram(x.mT.contiguous(), weights, 0.3)]
+    torch.testing.assert_close(*results)
+    inputs, cotangent = ([x, weights] if weighted else [x]), torch.randn(5, 5)
+    torch.testing.assert_close(*[torch.autograd.grad(r, inputs, cotangent) for r in results])
+    with kfac.pulling_back(values=False):
+        assert kfac.gram(x.mT, weights).shape == (5, 5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("values", [False, True])
 def test_gram_under_symmetric_cotangents_has_the_same_gradient(values, layout):
@@ -74,9 +87,10 @@ def test_cotangents_are_symmetrised_once():
     assert kfac.symmetrised(vector) is vector
 
 
-def test_large_symmetric_products_are_complete():
-    x = torch.randn(3, 700)
-    weights = symmetric(3, 3)
+@pytest.mark.parametrize("n", [3, 200])
+def test_large_symmetric_products_are_complete(n):
+    x = torch.randn(n, 700)
+    weights = symmetric(n, n)
     torch.testing.assert_close(kfac.symmetric_product(x, weights @ x), x.mT @ weights @ x)
 
 
