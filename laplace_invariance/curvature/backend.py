@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,12 +15,13 @@ from laplace.utils import Likelihood
 from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature.blocks import MatrixBlock, no_factors
 from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.kron import DifferentiableKron
 from laplace_invariance.curvature.loss_hessian import Columns, unit_directions
-from laplace_invariance.curvature.rules import MatrixBlock, no_factors
 from laplace_invariance.curvature.trace import chunks
+from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.chunks import AnyTrace, Chunk, ChunkedTrace
 from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import fixed_draws
@@ -32,6 +34,7 @@ __all__ = ["AugmentedCurvature"]
 # the forward pass counts as some more columns. benchmarks/README.md has measurements.
 CHUNK_ELEMENTS = 2**26
 FORWARD_TENSORS = 4
+SLACK = 0.25
 
 
 class AugmentedCurvature(CurvatureInterface):
@@ -140,7 +143,7 @@ class AugmentedCurvature(CurvatureInterface):
         matched = self._prepare(x)
         jacobians, outputs = [], []
         with torch.enable_grad(), fixed_draws():
-            for chunk in chunks.split(x, self._chunk_size(matched, True), self.dict_key_x):
+            for chunk in self._split(x, matched, explicit=True):
                 run = self._trace(chunk.x, matched)
                 if enable_backprop:
                     run = AutogradEngine(differentiate=True).run(self.model, chunk.x, matched)
@@ -167,7 +170,7 @@ class AugmentedCurvature(CurvatureInterface):
         matched = self._prepare(x)
         gradients, loss = [], torch.zeros(())
         with torch.enable_grad():
-            for chunk in chunks.split(x, self._chunk_size(matched, True), self.dict_key_x):
+            for chunk in self._split(x, matched, explicit=True):
                 targets = y[chunk.rows]
                 with self._trace(chunk.x, matched) as trace:
                     column = self._loss_gradient(trace.outputs, targets).detach()
@@ -190,6 +193,16 @@ class AugmentedCurvature(CurvatureInterface):
                 )
             self._last_match = matched
         return matched
+
+    def _split(self, x: Any, matched: Match, explicit: bool) -> list[Chunk]:
+        """Split a batch into chunks of ``chunk_size`` rows, or of bounded (explicit) gradients."""
+        size = self._chunk_size(matched, explicit)
+        n = chunks.batch_size(x, self.dict_key_x)
+        if self.chunk_size is None and size > 1:
+            # equal parts, a little larger rather than one more with a few inputs
+            n_chunks = max(1, math.ceil(n / size - SLACK))
+            size = math.ceil(n / n_chunks)
+        return chunks.split(x, size, self.dict_key_x)
 
     def _chunk_size(self, matched: Match, explicit: bool) -> int:
         """Return the number of inputs with ``chunk_size`` rows, or bounded (explicit) gradients."""
@@ -236,8 +249,7 @@ class AugmentedCurvature(CurvatureInterface):
                     )
                 return [self.factor * self.lossfunc(outputs, targets), *curvature(trace, targets)]
 
-        size = self._chunk_size(matched, explicit=not kron)
-        return chunks.split(x, size, self.dict_key_x), terms, matched
+        return self._split(x, matched, explicit=not kron), terms, matched
 
     def _by_parameter(self, factors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Part a list of Kronecker factors by parameter, two for each matrix."""
@@ -274,14 +286,19 @@ class AugmentedCurvature(CurvatureInterface):
     def _factors(self, trace: AnyTrace, y: Tensor, matched: Match, N: int) -> list[Tensor]:
         """Return the Kronecker factors of all parameters, two for each matrix."""
         columns, weights = self._columns(trace, y)
-        inputs, gradients = trace.averaged_inputs(), trace.averaged_gradients(columns)
+        counts = self.kfac_approx == "expand" and matched.n_samples() == 1
+        if counts and isinstance(trace, Trace):
+            inputs = trace.averaged_inputs(counts=True)
+        else:
+            inputs = trace.averaged_inputs()
+        gradients = trace.averaged_gradients(columns)
         factors: list[list[Tensor]] = []
         for index, parameter in enumerate(matched.parameters):
             block, a, g = matched.blocks[index], inputs[index], gradients[index]
             twin = matched.twins.get(index, index)
             weight = gradients[twin]
             if g is None:  # its layer was not called
-                own = no_factors(block, parameter, self.per_slot)
+                own = no_factors(block, parameter, self.per_slot, counts)
             elif isinstance(block, MatrixBlock) and a is not None:
                 own = block.factors(a, g, weights, N, self.kfac_approx, self.per_slot)
             elif twin < index and weight is not None and weight.shape[2:-1].numel() == 1:

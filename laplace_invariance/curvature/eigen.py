@@ -17,33 +17,45 @@ Pair = tuple[Tensor, Tensor | None]
 
 
 @torch.no_grad()
-def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(matrices: Tensor, vectors: bool = True) -> Pair:
     """Return eigenvalues and eigenvectors of finite symmetric matrices ``[..., d, d]``.
 
     For some matrices of low rank LAPACK does not converge in single precision, or returns NaN
     without saying so; these are decomposed in double precision.
+
+    Args:
+        matrices: The matrices.
+        vectors: Whether eigenvectors are wanted, which takes twice the time; they are None if not.
     """
     supported = matrices
     if matrices.dtype in (torch.float16, torch.bfloat16):  # for which there is no eigh
         supported = matrices.float()
     try:
-        values, vectors = torch.linalg.eigh(supported)
-        finite = bool(torch.isfinite(values).all() and torch.isfinite(vectors).all())
+        found = _decompose(supported, vectors)
+        finite = all(bool(tensor.isfinite().all()) for tensor in found)
     except torch.linalg.LinAlgError:
         finite = False
     if not finite:
-        values, vectors = torch.linalg.eigh(matrices.double())
-    return values.to(matrices.dtype), vectors.to(matrices.dtype)
+        found = _decompose(matrices.double(), vectors)
+    values, *rest = (tensor.to(matrices.dtype) for tensor in found)
+    return values, rest[0] if rest else None
+
+
+def _decompose(matrices: Tensor, vectors: bool) -> Sequence[Tensor]:
+    if vectors:
+        return torch.linalg.eigh(matrices)
+    return [torch.linalg.eigvalsh(matrices)]
 
 
 @torch.no_grad()
-def decompose(factors: Sequence[Tensor]) -> list[Pair]:
+def decompose(factors: Sequence[Tensor], vectors: bool = True) -> list[Pair]:
     """Return eigenvalues, round-off below zero removed, and eigenvectors of each factor.
 
     Args:
         factors: Matrices ``[d, d]``, blocks ``[q, d, d]``, or diagonals ``[d]``, whose
             eigenvectors are None. Equal ones are decomposed once: the curvature of a bias is often
             the factor of its weight.
+        vectors: Whether eigenvectors are wanted.
 
     Raises:
         LinAlgError: A factor is not finite.
@@ -53,7 +65,8 @@ def decompose(factors: Sequence[Tensor]) -> list[Pair]:
     twins = _find_twins(factors)
     found: dict[int, Pair] = {}
     for group in _groups(factors, twins):
-        found |= zip(group, _decompose_together([factors[i] for i in group]), strict=True)
+        pairs = _decompose_together([factors[i] for i in group], vectors)
+        found |= zip(group, pairs, strict=True)
     return [found[twin] for twin in twins]
 
 
@@ -91,11 +104,10 @@ def _groups(factors: Sequence[Tensor], twins: Sequence[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _decompose_together(factors: Sequence[Tensor]) -> list[Pair]:
+def _decompose_together(factors: Sequence[Tensor], vectors: bool) -> list[Pair]:
     if factors[0].ndim == 1:
         return [(factor.clamp(min=0), None) for factor in factors]
-    if len(factors) == 1:
-        values, vectors = eigh(factors[0])
-        return [(values.clamp(min=0), vectors)]
-    values, vectors = eigh(torch.stack(list(factors)))
-    return list(zip(values.clamp(min=0), vectors, strict=True))
+    values, directions = eigh(torch.stack(list(factors)), vectors)
+    if directions is None:
+        return [(own, None) for own in values.clamp(min=0)]
+    return list(zip(values.clamp(min=0), directions, strict=True))

@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 __all__ = [
     "elementwise_jacobian",
     "factors",
+    "fold_counts",
     "fold_gradients",
     "fold_inputs",
     "gram",
@@ -70,6 +71,13 @@ def fold_inputs(x: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
             samples = x.unflatten(0, (n, len(weights), -1))
             x = torch.einsum("s,nst...->nt...", weights.to(x.dtype), samples).flatten(0, 1)
     return x
+
+
+def fold_counts(counts: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Return the diagonal of ``A`` for one-hot inputs with these counts, of one sample each."""
+    for _, weights in levels:
+        counts = counts * weights.to(counts.dtype).square()
+    return counts
 
 
 def fold_gradients(g: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
@@ -308,7 +316,8 @@ def factors(
     ``(1 / N) (mean_q G_q) (x) A_q``.
 
     Args:
-        a: Averaged inputs ``[batch, shared, (slots,) d_in]``.
+        a: Averaged inputs ``[batch, shared, (slots,) d_in]``; for one-hot ones their counts
+            ``[d_in]`` will do, with ``"expand"``, and ``A`` is then returned as its diagonal.
         g: Summed gradients ``[batch, column, shared, (slots,) d_out]``.
         weights: Probabilities ``[batch, column]`` of the columns, or None.
         N: Size of the data set.
@@ -316,6 +325,8 @@ def factors(
         slotted_columns: Whether slots split the columns of the parameter instead of its rows.
         per_slot: With ``slotted_columns``, return ``G`` of each slot, ``[slots, d_out, d_out]``.
     """
+    if a.ndim == 1:
+        return gram(g, weights, 1 / g.shape[2]), a / N
     if approx == "reduce":
         a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
     positions = g.shape[2:-1].numel()

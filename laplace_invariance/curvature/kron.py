@@ -70,13 +70,11 @@ class DifferentiableKron(Kron):
                 "damping=True is not supported: "
                 "stock laplace-torch ignores it after decomposition, too"
             )
-        pairs = iter(eigen.decompose(list(chain.from_iterable(self.kfacs))))
-        values, vectors = [], []
-        for factors in self.kfacs:
-            own = [next(pairs) for _ in factors]
-            values.append([pair[0] for pair in own])
-            vectors.append([pair[1] for pair in own])
-        return DifferentiableKronDecomposed(vectors, values, [list(fs) for fs in self.kfacs])
+        if any(factor.requires_grad for factor in chain.from_iterable(self.kfacs)):
+            values, vectors = _decomposed(self.kfacs)
+            return DifferentiableKronDecomposed(vectors, values, [list(fs) for fs in self.kfacs])
+        values, _ = _decomposed(self.kfacs, vectors=False)
+        return DifferentiableKronDecomposed(None, values, [list(fs) for fs in self.kfacs])
 
     def _bmm(self, W: Tensor) -> Tensor:
         shapes = [_outer(diagonals).shape for diagonals in self._diagonals()]
@@ -102,6 +100,16 @@ class DifferentiableKron(Kron):
     def logdet(self) -> Tensor:
         """Return the log determinant."""
         return self.decompose().logdet()
+
+
+def _decomposed(
+    kfacs: Sequence[Sequence[Tensor]], vectors: bool = True
+) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
+    """Return eigenvalues and, if wanted, eigenvectors, per parameter and factor."""
+    pairs = iter(eigen.decompose(list(chain.from_iterable(kfacs)), vectors))
+    own = [[next(pairs) for _ in factors] for factors in kfacs]
+    values = [[pair[0] for pair in found] for found in own]
+    return values, [[pair[1] for pair in found] for found in own]
 
 
 def _diagonal(factor: Tensor) -> Tensor:
@@ -214,24 +222,23 @@ class DifferentiableKronDecomposed(KronDecomposed):
 
     Args:
         eigenvectors: For each parameter and factor, ``[d, d]``, or ``[q, d, d]`` for the blocks of
-            a block-diagonal one; None for a diagonal one.
+            a block-diagonal one; None for a diagonal one. None instead of all if no factor requires
+            grad: evidence needs eigenvalues only, and these are found when predictions ask.
         eigenvalues: For each parameter and factor, ``[d]`` or ``[q, d]``.
         factors: The factors that were decomposed, with their graph.
         deltas: One number per parameter, added to the diagonal.
         scale: Scalar that the matrix is multiplied by.
     """
 
-    eigenvectors: list[list[Tensor | None]]  # type: ignore[assignment]  # as for kfacs
-
     def __init__(
         self,
-        eigenvectors: list[list[Tensor | None]],
+        eigenvectors: list[list[Tensor | None]] | None,
         eigenvalues: list[list[Tensor]],
         factors: list[list[Tensor]],
         deltas: Tensor | None = None,
         scale: Tensor | float = 1.0,
     ) -> None:
-        self.eigenvectors = eigenvectors
+        self._eigenvectors = [eigenvectors]  # shared with scaled and shifted copies
         self.unscaled_eigenvalues = eigenvalues
         self.factors = factors
         self.scale = torch.as_tensor(scale).to(eigenvalues[0][0])
@@ -243,6 +250,15 @@ class DifferentiableKronDecomposed(KronDecomposed):
 
     def __len__(self) -> int:
         return len(self.unscaled_eigenvalues)
+
+    @property
+    def eigenvectors(self) -> list[list[Tensor | None]]:  # type: ignore[override]  # laplace sets it
+        """Eigenvectors per parameter and factor."""
+        found = self._eigenvectors[0]
+        if found is None:
+            _, found = _decomposed(self.factors)
+            self._eigenvectors[0] = found
+        return found
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # type: ignore[override]  # laplace sets it
@@ -280,8 +296,11 @@ class DifferentiableKronDecomposed(KronDecomposed):
         """Return ``sum_l log det(s G_l (x) A_l + d_l I)``."""
         total = torch.zeros_like(self.scale)
         for i, delta in enumerate(self.deltas.expand(len(self))):
-            values, vectors = self.unscaled_eigenvalues[i], self.eigenvectors[i]
-            total = total + _LogDet.apply(self.scale, delta, values, vectors, *self.factors[i])
+            values, factors = self.unscaled_eigenvalues[i], self.factors[i]
+            vectors: list[Tensor | None] = [None] * len(factors)
+            if any(factor.requires_grad for factor in factors):
+                vectors = self.eigenvectors[i]
+            total = total + _LogDet.apply(self.scale, delta, values, vectors, *factors)
         return total
 
     def curvature_spectra(self) -> list[Tensor]:
