@@ -15,11 +15,11 @@ from laplace.utils import Likelihood
 from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
-from laplace_invariance.curvature.blocks import MatrixBlock, no_factors
 from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.kron import DifferentiableKron
 from laplace_invariance.curvature.loss_hessian import Columns, unit_directions
+from laplace_invariance.curvature.rules import MatrixBlock, no_factors
 from laplace_invariance.curvature.trace import chunks
 from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.chunks import AnyTrace, Chunk, ChunkedTrace

@@ -27,24 +27,24 @@ def eigh(matrices: Tensor, vectors: bool = True) -> Pair:
         matrices: The matrices.
         vectors: Whether eigenvectors are wanted, which takes twice the time; they are None if not.
     """
+
+    def decomposition(matrices: Tensor) -> Sequence[Tensor]:
+        if vectors:
+            return torch.linalg.eigh(matrices)
+        return [torch.linalg.eigvalsh(matrices)]
+
     supported = matrices
     if matrices.dtype in (torch.float16, torch.bfloat16):  # for which there is no eigh
         supported = matrices.float()
     try:
-        found = _decompose(supported, vectors)
+        found = decomposition(supported)
         finite = all(bool(tensor.isfinite().all()) for tensor in found)
     except torch.linalg.LinAlgError:
         finite = False
     if not finite:
-        found = _decompose(matrices.double(), vectors)
+        found = decomposition(matrices.double())
     values, *rest = (tensor.to(matrices.dtype) for tensor in found)
     return values, rest[0] if rest else None
-
-
-def _decompose(matrices: Tensor, vectors: bool) -> Sequence[Tensor]:
-    if vectors:
-        return torch.linalg.eigh(matrices)
-    return [torch.linalg.eigvalsh(matrices)]
 
 
 @torch.no_grad()
@@ -63,10 +63,20 @@ def decompose(factors: Sequence[Tensor], vectors: bool = True) -> list[Pair]:
     factors = [factor.detach() for factor in factors]
     _check_finite(factors)
     twins = _find_twins(factors)
+    groups: dict[object, list[int]] = {}
+    for i, factor in enumerate(factors):
+        together = factor.ndim == 2 and len(factor) <= STACKED_SIZE
+        if twins[i] == i:
+            kind = (factor.shape, factor.dtype, factor.device)
+            groups.setdefault(kind if together else i, []).append(i)
     found: dict[int, Pair] = {}
-    for group in _groups(factors, twins):
-        pairs = _decompose_together([factors[i] for i in group], vectors)
-        found |= zip(group, pairs, strict=True)
+    for group in groups.values():
+        values, directions = torch.stack([factors[i] for i in group]), None
+        if factors[group[0]].ndim > 1:
+            values, directions = eigh(values, vectors)
+        for position, i in enumerate(group):
+            own = None if directions is None else directions[position]
+            found[i] = (values[position].clamp(min=0), own)
     return [found[twin] for twin in twins]
 
 
@@ -90,24 +100,3 @@ def _find_twins(factors: Sequence[Tensor]) -> list[int]:
             candidates.append(i)
         twins.append(twin)
     return twins
-
-
-def _groups(factors: Sequence[Tensor], twins: Sequence[int]) -> list[list[int]]:
-    """Return the indices of factors to decompose together, without those of later twins."""
-    groups: dict[object, list[int]] = {}
-    for i, factor in enumerate(factors):
-        if twins[i] != i:
-            continue
-        stacked = factor.ndim == 2 and len(factor) <= STACKED_SIZE
-        kind = (factor.shape, factor.dtype, factor.device)
-        groups.setdefault(kind if stacked else i, []).append(i)
-    return list(groups.values())
-
-
-def _decompose_together(factors: Sequence[Tensor], vectors: bool) -> list[Pair]:
-    if factors[0].ndim == 1:
-        return [(factor.clamp(min=0), None) for factor in factors]
-    values, directions = eigh(torch.stack(list(factors)), vectors)
-    if directions is None:
-        return [(own, None) for own in values.clamp(min=0)]
-    return list(zip(values.clamp(min=0), directions, strict=True))

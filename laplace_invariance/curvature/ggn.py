@@ -92,8 +92,8 @@ class AugmentedGGN(AugmentedCurvature, GGNInterface):
     def _columns(self, trace: AnyTrace, y: Tensor) -> Columns:
         outputs, hessian = trace.outputs, self._loss_hessian()
         columns, weights = hessian.columns(outputs)
-        # once per batch, not again in its backward pass
-        if hessian.truncates(outputs.shape[-1]) and not trace.differentiate:
+        truncated = weights is None and hessian.rank > 0 and hessian.n_samples == 0
+        if truncated and not trace.differentiate:  # once, not again in the backward pass
             kept = torch.stack([column.detach() for column in columns]).square().sum()
             self._trace_kept = self._trace_kept.to(kept) + kept
             self._trace_total = self._trace_total.to(kept) + softmax_trace(outputs.detach()).sum()

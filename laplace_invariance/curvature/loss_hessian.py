@@ -63,23 +63,16 @@ class LossHessian:
         exact = n_outputs - 1 if self.classification else n_outputs
         return min(self.rank + self.n_samples or exact, exact)
 
-    def is_exact(self, n_outputs: int) -> bool:
-        """Return whether columns are exact, since none fewer are asked for than that takes."""
-        return self.n_columns(n_outputs) == LossHessian(self.classification).n_columns(n_outputs)
-
-    def truncates(self, n_outputs: int) -> bool:
-        """Return whether columns leave out a part of the Hessian, which no samples stand for."""
-        return self.n_samples == 0 and not self.is_exact(n_outputs)
-
     def columns(self, outputs: Tensor) -> Columns:
         """Return the columns for outputs ``[batch, C]``, and their weights."""
-        if self.is_exact(outputs.shape[-1]):
-            if self.classification:
-                return exact_columns(outputs)
+        n, classes = outputs.shape
+        n_columns = self.n_columns(classes)
+        if self.classification and n_columns == classes - 1:
+            return exact_columns(outputs)
+        if n_columns == classes:
             return unit_directions(outputs), None
         parts = []
         if self.n_samples:
-            n, classes = outputs.shape
             signs = taped(fresh_signs, n, self.n_samples, classes, outputs)
             parts.append(signs / self.n_samples**0.5)
         if self.rank:

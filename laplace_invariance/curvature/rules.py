@@ -16,14 +16,15 @@ exact type of a module, since a subclass may compute anything.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
-from laplace_invariance.curvature.blocks import AnyBlock, ElementwiseBlock, Map, MatrixBlock
+from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature.patches import extract_patches, pad, padding_sides
 
 __all__ = [
     "AnyBlock",
@@ -34,9 +35,128 @@ __all__ = [
     "blocks_of",
     "convolution",
     "extract_patches",
+    "no_factors",
+    "pad",
+    "padding_sides",
     "register_rule",
     "rules",
 ]
+
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MatrixBlock:
+    """How a parameter enters a layer's output as a matrix: ``sum_r g_r (x) a_r`` is its gradient.
+
+    Attributes:
+        parameter: Name of the parameter in the module, e.g. ``"weight"``.
+        a: Maps the module's input ``[rows, ...]`` to ``[rows, shared, d_in]``.
+        g: Maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d_out]``;
+            always linear.
+        linear: Whether ``a`` is linear in the input, so that samples may be averaged before it
+            instead of after.
+        slots: Number of slots. Positions then have a further axis, ``[rows, shared, slots, d]``,
+            and slot ``q`` meets only the ``q``-th part of the parameter's rows (groups of a
+            convolution).
+        slotted_columns: Whether slots split the columns of the parameter instead of its rows;
+            the axis is then there even for one slot.
+        transposed: Whether the parameter is stored as ``[d_in, d_out]``.
+        counts: For an ``a`` that is one-hot, or zero, maps the input to how often each of its
+            entries is one, ``[d_in]``: the diagonal of ``A`` if there is one sample.
+    """
+
+    parameter: str
+    a: Map
+    g: Map
+    linear: bool = True
+    slots: int = 1
+    slotted_columns: bool = False
+    transposed: bool = False
+    counts: Map | None = None
+
+    def gradient_map(self, x: Tensor, batch: int) -> Map:
+        """Return the map from gradients of the module's output to those of the parameter.
+
+        Args:
+            x: The module's input ``[rows, ...]``.
+            batch: Number of inputs; samples and positions are summed over.
+
+        Returns:
+            A function from ``[rows, ...]`` to ``[batch, numel]``, exact for each input.
+        """
+        a = self.a(x)
+        return lambda g: kfac.jacobian(
+            a, self.g(g), batch, slotted_columns=self.slotted_columns, transposed=self.transposed
+        )
+
+    def factors(
+        self, a: Tensor, g: Tensor, weights: Tensor | None, N: int, approx: str, per_slot: bool
+    ) -> list[Tensor]:
+        """Return :func:`kfac.factors`, in the order in which the parameter is stored."""
+        slots = {"slotted_columns": self.slotted_columns, "per_slot": per_slot}
+        outer, inner = kfac.factors(a, g, weights, N, approx, **slots)
+        return [inner, outer] if self.transposed else [outer, inner]
+
+
+@dataclass(frozen=True)
+class ElementwiseBlock:
+    """How a parameter enters a layer's output elementwise: ``sum_r g_r * a_r`` is its gradient.
+
+    Attributes:
+        parameter: Name of the parameter in the module, e.g. ``"bias"``.
+        a: Maps the module's input ``[rows, ...]`` to ``[rows, shared, d]``; None stands for ones
+            (a bias).
+        g: Maps gradients of the module's output ``[rows, ...]`` to ``[rows, shared, d]``; always
+            linear.
+    """
+
+    parameter: str
+    a: Map | None
+    g: Map
+
+    def gradient_map(self, x: Tensor, batch: int) -> Map:
+        """Return the map of gradients, as :meth:`MatrixBlock.gradient_map`."""
+        a = None if self.a is None else self.a(x)
+        return lambda g: kfac.elementwise_jacobian(a, self.g(g), batch)
+
+
+AnyBlock = MatrixBlock | ElementwiseBlock
+
+
+def no_factors(
+    block: AnyBlock | None, parameter: Tensor, per_slot: bool, counts: bool
+) -> list[Tensor]:
+    """Return Kronecker factors of no curvature, in the shapes that others would have.
+
+    Args:
+        block: Block of the parameter, None for one without a rule.
+        parameter: The parameter.
+        per_slot: Whether matrices have a gradient factor for each slot of their columns.
+        counts: Whether one-hot inputs are counted, which makes their factor a diagonal.
+    """
+    if block is None:
+        return [parameter.new_zeros(parameter.numel())]
+    if isinstance(block, ElementwiseBlock):
+        return [parameter.new_zeros(parameter.numel(), parameter.numel())]
+    rows, columns = len(parameter), parameter[0].numel()
+    if counts and block.counts is not None:
+        if block.transposed:
+            return [parameter.new_zeros(rows), parameter.new_zeros(columns, columns)]
+        return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns)]
+    slots = block.slots
+    outer: tuple[int, ...] = (rows, rows)
+    if block.slotted_columns:
+        columns //= slots
+        if per_slot:
+            outer = (slots, rows, rows)
+        return [parameter.new_zeros(outer), parameter.new_zeros(slots, columns, columns)]
+    if slots == rows > 1:
+        outer = (slots,)
+    elif slots > 1:
+        outer = (slots, rows // slots, rows // slots)
+    return [parameter.new_zeros(outer), parameter.new_zeros(columns, columns)]
 
 
 def Block(
@@ -159,46 +279,6 @@ def convolution(module: Any) -> Iterator[AnyBlock]:
 
 
 register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)(convolution)
-
-
-def padding_sides(
-    padding: str | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return the padding before and after each axis; the odd one of ``"same"`` comes after."""
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    if isinstance(padding, str):  # "valid"
-        return [(0, 0)] * len(kernel_size)
-    return [(p, p) for p in padding]
-
-
-def pad(x: Tensor, module: Any) -> Tensor:
-    """Return ``x`` ``[rows, channels, ...]``, padded as a convolution pads it."""
-    sides = padding_sides(module.padding, module.kernel_size, module.dilation)
-    if not any(map(any, sides)):
-        return x
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
-
-
-def extract_patches(x: Tensor, module: Any) -> Tensor:
-    """Return what a convolution multiplies with its weights.
-
-    Args:
-        x: Inputs ``[rows, channels, *positions]``.
-        module: Convolution of torch, or any module with the settings of one.
-
-    Returns:
-        Patches ``[rows, positions, groups, channels / groups * kernel]``.
-    """
-    n = len(module.kernel_size)
-    x = pad(x, module)
-    for i in range(n):
-        span = module.dilation[i] * (module.kernel_size[i] - 1) + 1
-        x = x.unfold(2 + i, span, module.stride[i])[..., :: module.dilation[i]]
-    patches = x.flatten(2, 1 + n).flatten(3)  # [rows, channels, positions, taps of the kernel]
-    return rearrange(patches, "rows (g c) p taps -> rows p g (c taps)", g=module.groups)
 
 
 @register_rule(nn.Embedding)
