@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance import curvature, datasets
 from laplace_invariance.files import read_json, write_text
-from laplace_invariance.marglik.estimators import Refit
 
 RESULTS = bench.ROOT / "benchmarks/results/estimators.json"
 FILES = {"MNIST": "mnist.npz", "CIFAR-10": "cifar10_5k.npz"}
@@ -125,6 +124,22 @@ class Estimate:
     gradient_seconds: float
 
 
+class DifferentiableIn:
+    """A loader that lets a tensor require grad in some of its batches only."""
+
+    def __init__(self, loader: DataLoader, tensor: Tensor, batches: set[int]) -> None:
+        self.loader, self.tensor, self.batches = loader, tensor, batches
+        self.dataset = loader.dataset
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self):
+        for index, batch in enumerate(self.loader):
+            self.tensor.requires_grad_(index in self.batches)
+            yield batch
+
+
 def by_laplace(
     state: Trained,
     repeat: int,
@@ -161,7 +176,7 @@ def by_laplace(
     (eta,) = li.hyperparameters(la.model)  # of a copy, if it is the last layer's
     n_chosen = max(1, round(share * len(state.loader)))
     chosen = set(torch.randperm(len(state.loader))[:n_chosen].tolist())
-    loader = PartlyDifferentiable(state.loader, [eta], chosen)
+    loader = DifferentiableIn(state.loader, eta, chosen)
     fit_seconds = bench.seconds_of(lambda: la.fit(loader), time.thread_time)
     eta.requires_grad_()
     precision = state.precision

@@ -44,6 +44,19 @@ def block_diagonal(matrix: Tensor, model: nn.Module) -> Tensor:
     return result
 
 
+def whole(factor: Tensor) -> Tensor:
+    """The matrix whose diagonal ``[d]`` or blocks ``[q, d, d]`` a Kronecker factor holds."""
+    if factor.ndim == 1:
+        return factor.diag()
+    return torch.block_diag(*factor) if factor.ndim == 3 else factor
+
+
+def product(factors: list[Tensor]) -> Tensor:
+    """The Kronecker product of the factors of one parameter, or its only factor."""
+    matrices = [whole(factor) for factor in factors]
+    return torch.kron(*matrices) if len(matrices) == 2 else matrices[0]
+
+
 def central_differences(
     function: Callable[[], Tensor],
     tensor: Tensor,

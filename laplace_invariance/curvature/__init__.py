@@ -12,21 +12,23 @@ transformed copies of each, ``rows`` = B * S, ``shared`` R positions at which on
 3.  ``InvariantModel`` makes samples ``[rows, ...]`` of x, runs its network on them and averages:
     outputs f ``[B, C]``. An engine keeps what each layer received and returned
     (``engines``, ``trace.calls``).
-4.  The loss Hessian is expressed by K fixed directions, each ``[B, C]``, and their weights M
-    ``[B, K, K]`` (``kfac``). For each direction the engine finds the gradients at all layers,
-    ``[rows, ...]``.
+4.  The loss Hessian is expressed by K directions, each ``[B, C]`` (``loss_hessian``): exact ones
+    are fixed and weighted by probabilities ``[B, K]``, leading and random ones carry the gradient
+    themselves. For each the engine finds the gradients at all layers, ``[rows, ...]``.
 5.  Rules turn a layer's input into ``a`` ``[rows, R, d_in]`` and gradients into ``g``
     ``[rows, R, d_out]``. Samples are folded: inputs are averaged, gradients summed, to
     ``[B, R, d_in]`` and ``[B, K, R, d_out]``.
-6.  Products give the factors ``G`` ``[d_out, d_out]`` and ``A / N`` ``[d_in, d_in]`` of each
-    matrix, and one exact block ``[d, d]`` for each other parameter, in the order of
-    ``model.parameters()``: a ``DifferentiableKron`` (``kron``).
-7.  laplace adds these up over batches, and calls ``decompose`` and ``logdet``: eigenvalues of G and
-    A give the log determinant, and laplace the marginal likelihood.
+6.  Products (``kfac``) give the factors ``G`` ``[d_out, d_out]`` and ``A / N`` ``[d_in, d_in]`` of
+    each matrix, as blocks or as a diagonal where they are no more than that, and one exact block
+    ``[d, d]`` for each other parameter, in the order of ``model.parameters()``: a
+    ``DifferentiableKron`` (``kron``).
+7.  laplace adds these up over batches, and calls ``decompose`` (``eigen``) and ``logdet``:
+    eigenvalues of G and A give the log determinant, and laplace the marginal likelihood.
 8.  ``.backward()``: the eigenvalues give dL/dG and dL/dA, with no decomposition differentiated. At
     each batch's node these are the cotangents with which steps 3 to 6 are run once more, chunk by
     chunk, with the same draws, now by autograd with a graph and with cheaper double backward passes
-    (``trace.shortcuts``), and inside ``hyper.differentiable()``: the gradient arrives at ``eta``.
+    (``trace.shortcuts``), without values that nobody asks for, and inside
+    ``hyper.differentiable()``: the gradient arrives at ``eta``.
 
 ``diag`` and ``full`` differ in step 5, where Jacobians ``[B, K, P]`` are formed instead. A chunk of
 rows smaller than S splits the samples of an input, with a node for each part.

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature.eigen import eigh
 from laplace_invariance.curvature.recompute import recomputed
 
 __all__ = ["log_determinant", "matrix_kernel", "softmax_root", "vector_kernel"]
@@ -193,7 +194,8 @@ def _by_eigenvalues(kernels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same where eigenvalues are negative below -1 by round-off, and count as zero."""
     if not torch.isfinite(kernels).all():
         raise torch.linalg.LinAlgError("the tangent kernel is not finite")
-    values, vectors = kfac.eigh(kernels)
+    values, vectors = eigh(kernels)
+    assert vectors is not None
     values = 1 + values.clamp(min=0)
     return values.log().sum(), vectors / values.unsqueeze(-2) @ vectors.mT
 

@@ -17,14 +17,17 @@ plain sum. Exact if all ``a_s`` or all ``g_s`` agree, and for a linear model.
 and ``H ~ (1 / N) G (x) A``, kept as ``[G, A / N]`` so that factors add up over batches. Expand is
 exact if positions do not interact, reduce if all ``a_r`` (or all ``g_r``) agree.
 
-**The loss Hessian.** ``Lambda(f)`` is never decomposed by a differentiable root. K fixed
-directions ``U`` are backpropagated and weighted by ``M = U^T Lambda U``, which alone carries the
-gradient in ``f``: ``G = sum_n sum_kl M_kl g_k g_l^T``.
+**The loss Hessian.** K directions of it are backpropagated (``loss_hessian``). Either they carry
+the gradient in ``f`` themselves, ``G = sum_n sum_k g_k g_k^T``, or they are fixed and weighted by
+``M = diag(p) - p p^T`` with probabilities ``p`` ``[batch, column]``, which alone carry it:
+``G = sum_n sum_kl M_kl g_k g_l^T``. ``M`` itself is never formed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,18 +35,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 __all__ = [
-    "complement_basis",
-    "eigh",
     "elementwise_jacobian",
     "factors",
+    "fold_counts",
     "fold_gradients",
     "fold_inputs",
     "gram",
+    "gram_blocks",
     "jacobian",
-    "leading_directions",
-    "sampled_directions",
-    "softmax_hessian",
-    "unit_directions",
+    "mark_symmetric",
+    "pulling_back",
+    "symmetric_product",
+    "symmetrised",
     "weighted_diagonal",
 ]
 
@@ -68,6 +71,13 @@ def fold_inputs(x: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
             samples = x.unflatten(0, (n, len(weights), -1))
             x = torch.einsum("s,nst...->nt...", weights.to(x.dtype), samples).flatten(0, 1)
     return x
+
+
+def fold_counts(counts: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Return the diagonal of ``A`` for one-hot inputs with these counts, of one sample each."""
+    for _, weights in levels:
+        counts = counts * weights.to(counts.dtype).square()
+    return counts
 
 
 def fold_gradients(g: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
@@ -95,8 +105,8 @@ def symmetric_product(x: Tensor, y: Tensor, block: int = 256) -> Tensor:
         y: Matrix ``[n, d]``.
         block: Rows of the product that are computed at once, up to the diagonal.
     """
-    d = x.shape[1]
-    if d < 2 * block:
+    n, d = x.shape
+    if d < 2 * block or n < block // 2:  # for few rows, to write the result is most of the work
         return x.mT @ y
     product = x.new_empty(d, d)
     for start in range(0, d, block):
@@ -106,31 +116,138 @@ def symmetric_product(x: Tensor, y: Tensor, block: int = 256) -> Tensor:
     return product
 
 
+# Length of vectors up to which products of them are formed without a copy in another layout.
+SHORT = 64
+
+# Whether values of Gram matrices are wanted, inside pulling_back(); None outside of it.
+_values_wanted: ContextVar[bool | None] = ContextVar("laplace_invariance_values", default=None)
+
+
+@contextmanager
+def pulling_back(values: bool = True) -> Iterator[None]:
+    """Form Gram matrices that will be differentiated under symmetric cotangents only.
+
+    Args:
+        values: Whether their values are wanted as well; if not, they are zeros without memory.
+    """
+    token = _values_wanted.set(values)
+    try:
+        yield
+    finally:
+        _values_wanted.reset(token)
+
+
+def mark_symmetric(matrices: Tensor) -> Tensor:
+    """Mark matrices ``[..., d, d]`` as symmetric, for :func:`symmetrised`, and return them."""
+    matrices._laplace_invariance_symmetric = True  # type: ignore[attr-defined]
+    return matrices
+
+
+def symmetrised(cotangent: Tensor | None) -> Tensor | None:
+    """Return the symmetric part of a cotangent ``[..., d, d]``; others are returned as they are.
+
+    That of a symmetric matrix is all that counts. Its result is marked, so that nothing is done
+    the next time: whoever uses a cotangent for many batches calls this once.
+    """
+    if cotangent is None or cotangent.ndim < 2:
+        return cotangent
+    if getattr(cotangent, "_laplace_invariance_symmetric", False):
+        return cotangent
+    return mark_symmetric((cotangent + cotangent.mT).div_(2))
+
+
 class _Gram(torch.autograd.Function):
     """``sum_b sum_kl M_kl x_k^T x_l`` with a gradient that costs one matrix product, not two."""
 
+    # What is read in forward would not be there in backward, which may run in another thread.
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, scale: float, layout: str) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.scale = scale
-        product = symmetric_product(x.flatten(0, -2), _weigh(x, weights).flatten(0, -2))
+        ctx.layout = layout
+        ctx.symmetric = _values_wanted.get() is not None
+        if _values_wanted.get() is False:
+            return x.new_zeros(()).expand(_shape(x, layout))
+        product = _weighted_product(x.contiguous(), weights, layout)
         return product if scale == 1 else product.mul_(scale)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weights = ctx.saved_tensors
-        product = x @ (cotangent + cotangent.mT).mul_(ctx.scale)
-        if weights is None or not ctx.needs_input_grad[1]:
-            return _weigh(product, weights), None, None
-        return _weigh(product, weights), x.flatten(2) @ product.flatten(2).mT / 2, None
+        if cotangent.ndim > 1 and not ctx.symmetric:
+            cotangent = (cotangent + cotangent.mT) / 2
+        x = x.contiguous()
+        if x.numel() < cotangent.numel():
+            product = _multiply(x * (2 * ctx.scale), cotangent, ctx.layout)
+        else:
+            product = _multiply(x, cotangent * (2 * ctx.scale), ctx.layout)
+        gradient = None
+        if weights is not None and ctx.needs_input_grad[1]:
+            gradient = _weights_gradient(x, product, weights)
+        return _weigh(product, weights), gradient, None, None
+
+
+def _shape(x: Tensor, layout: str) -> tuple[int, ...]:
+    """Return the shape of the Gram matrix, of its blocks or of its diagonal."""
+    *_, e, d = x.shape
+    return {"dense": (d, d), "transposed": (e, e), "blocks": (e, d, d), "diagonal": (d,)}[layout]
+
+
+def _weighted_product(x: Tensor, p: Tensor | None, layout: str) -> Tensor:
+    """Return ``sum_k p_k x_k^T x_k - s^T s`` with ``s = sum_k p_k x_k``."""
+    if p is None:
+        return _product(x, x, layout)
+    scaled = p.view(*p.shape, *[1] * (x.ndim - 2)) * x
+    total = scaled.sum(1, keepdim=True)
+    return _product(x, scaled, layout) - _product(total, total, layout)
+
+
+def _product(x: Tensor, y: Tensor, layout: str) -> Tensor:
+    """Return ``x^T y``, summed over all axes but that of slots and the last."""
+    if layout == "transposed":
+        return torch.bmm(x.flatten(0, -3), y.flatten(0, -3).mT).sum(0)
+    if layout == "diagonal":
+        return (x * y).flatten(0, -2).sum(0)
+    if layout == "blocks":
+        by_slot, other = x.flatten(0, -3).movedim(1, 0), y.flatten(0, -3).movedim(1, 0)
+        return by_slot.mT @ other
+    return symmetric_product(x.flatten(0, -2), y.flatten(0, -2))
+
+
+def _multiply(x: Tensor, matrix: Tensor, layout: str) -> Tensor:
+    """Return ``x C`` for a symmetric matrix, its blocks or its diagonal."""
+    if layout == "transposed":
+        return matrix @ x
+    if layout == "diagonal":
+        return x * matrix
+    if layout == "blocks":
+        return torch.einsum("...qd,qde->...qe", x, matrix)
+    return x @ matrix
 
 
 def _weigh(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Return ``sum_l M_kl x_l`` for ``x`` ``[batch, column, ...]``; None is the identity."""
+    """Return ``sum_l M_kl x_l = p_k (x_k - sum_l p_l x_l)`` for ``x`` ``[batch, column, ...]``."""
     if weights is None:
         return x
-    return (weights @ x.flatten(2)).view_as(x)
+    mean = weights.unsqueeze(1) @ x.flatten(2)
+    return (weights.unsqueeze(2) * (x.flatten(2) - mean)).view_as(x)
+
+
+def _weights_gradient(x: Tensor, product: Tensor, p: Tensor) -> Tensor:
+    """Return the gradient in ``p`` of the Gram matrix under the cotangent ``C``.
+
+    The derivative of ``M`` in ``p_k`` makes it ``<x_k, C x_k> - 2 <x_k, C sum_l p_l x_l>``.
+
+    Args:
+        x: Vectors ``[batch, column, ...]``.
+        product: ``2 C x`` for the symmetric ``C``.
+        p: Probabilities ``[batch, column]``.
+    """
+    x, product = x.flatten(2), product.flatten(2)
+    mean = p.unsqueeze(1) @ product
+    return (x * (product / 2 - mean)).sum(-1)
 
 
 def gram(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -138,13 +255,44 @@ def gram(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor
 
     Args:
         x: Vectors ``[batch, column, ..., d]``; all axes but the last are summed over.
-        weights: Symmetric ``M`` ``[batch, column, column]``; None is the identity.
+        weights: Probabilities ``p`` ``[batch, column]`` of ``M = diag(p) - p p^T``; None stands
+            for the identity.
         scale: Factor of the result.
 
     Returns:
         Matrix ``[d, d]``.
     """
-    return _Gram.apply(x, weights, scale)
+    if _is_transposed(x):
+        return _Gram.apply(x.mT, weights, scale, "transposed")
+    return _Gram.apply(x, weights, scale, "dense")
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Return whether vectors are stored as columns, too short for a copy to be worth it.
+
+    Gradients of convolutions with few channels are.
+    """
+    short = x.ndim > 3 and x.shape[-1] <= min(x.shape[-2], SHORT)
+    return short and not x.is_contiguous() and x.mT.is_contiguous()
+
+
+def gram_blocks(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Return :func:`gram` of each slot.
+
+    Args:
+        x: Vectors ``[batch, column, ..., slots, d]``.
+        weights: As for :func:`gram`.
+        scale: Factor of the result.
+
+    Returns:
+        Matrices ``[slots, d, d]``.
+    """
+    return _Gram.apply(x, weights, scale, "blocks")
+
+
+def weighted_diagonal(x: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Return the diagonal ``[d]`` of :func:`gram`, with its arguments, without forming it."""
+    return _Gram.apply(x, weights, scale, "diagonal")
 
 
 def factors(
@@ -161,47 +309,38 @@ def factors(
 
     With slots, each slot is a further position, at which only its own part of the matrix is not
     zero, and the factor on that side is block-diagonal: ``G`` where slots split the rows (groups
-    of a convolution), ``A`` where they split the columns. The latter can be large and is
-    returned as its blocks, ``[slots, d_in, d_in]``. Slot ``q`` of the columns meets gradients of
-    its own only, so that a ``G_q`` for each of them is closer to the curvature:
-    ``(1 / N) G_q (x) A_q`` instead of ``(1 / N) (mean_q G_q) (x) A_q``.
+    of a convolution), ``A`` where they split the columns. It is returned as its blocks,
+    ``[slots, d, d]``, or as the diagonal ``[slots]`` that it is for rows of one output each
+    (depthwise convolutions). Slot ``q`` of the columns meets gradients of its own only, so that a
+    ``G_q`` for each of them is closer to the curvature: ``(1 / N) G_q (x) A_q`` instead of
+    ``(1 / N) (mean_q G_q) (x) A_q``.
 
     Args:
-        a: Averaged inputs ``[batch, shared, (slots,) d_in]``.
+        a: Averaged inputs ``[batch, shared, (slots,) d_in]``; for one-hot ones their counts
+            ``[d_in]`` will do, with ``"expand"``, and ``A`` is then returned as its diagonal.
         g: Summed gradients ``[batch, column, shared, (slots,) d_out]``.
-        weights: ``M`` ``[batch, column, column]``, or None for the identity.
+        weights: Probabilities ``[batch, column]`` of the columns, or None.
         N: Size of the data set.
         approx: ``"expand"`` or ``"reduce"`` for shared positions; slots are always expanded.
         slotted_columns: Whether slots split the columns of the parameter instead of its rows.
         per_slot: With ``slotted_columns``, return ``G`` of each slot, ``[slots, d_out, d_out]``.
     """
+    if a.ndim == 1:
+        return gram(g, weights, 1 / g.shape[2]), a / N
     if approx == "reduce":
         a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
     positions = g.shape[2:-1].numel()
     if slotted_columns:
-        inner = _blocks(a, None, 1 / N)
+        inner = gram_blocks(a, scale=1 / N)
         if per_slot:
-            return _blocks(g, weights, 1 / g.shape[2]), inner
+            return gram_blocks(g, weights, 1 / g.shape[2]), inner
         return gram(g, weights, 1 / positions), inner
     inner = gram(a, scale=1 / N)
     if a.ndim == 3:
         return gram(g, weights, 1 / positions), inner
-    return torch.block_diag(*_blocks(g, weights, 1 / positions)), inner
-
-
-def _blocks(x: Tensor, weights: Tensor | None, scale: float) -> Tensor:
-    """Return the ``[slots, d, d]`` grams of ``x`` ``[batch, (column,) shared, slots, d]``."""
-    return torch.stack([gram(part, weights, scale) for part in x.unbind(-2)])
-
-
-def weighted_diagonal(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the diagonal ``[d]`` of :func:`gram` without forming it.
-
-    Args:
-        x: Vectors ``[batch, column, d]``.
-        weights: Symmetric ``M`` ``[batch, column, column]``; None is the identity.
-    """
-    return (x * _weigh(x, weights)).sum((0, 1))
+    if g.shape[-1] == 1:
+        return weighted_diagonal(g.squeeze(-1), weights, 1 / positions), inner
+    return gram_blocks(g, weights, 1 / positions), inner
 
 
 def jacobian(
@@ -244,82 +383,3 @@ def elementwise_jacobian(a: Tensor | None, g: Tensor, batch: int) -> Tensor:
     if a is None:
         return g.sum(1)
     return (g * a.reshape(g.shape)).sum(1)
-
-
-def complement_basis(n: int, like: Tensor) -> Tensor:
-    """Return an orthonormal basis ``[n, n - 1]`` of the vectors that sum to zero.
-
-    The softmax Hessian annihilates the constant vector, so these directions suffice for it.
-
-    Args:
-        n: Dimension of the vectors.
-        like: Tensor whose dtype and device the basis has.
-    """
-    k = torch.arange(1, n, dtype=like.dtype, device=like.device)
-    basis = torch.triu(torch.ones(n, n - 1, dtype=like.dtype, device=like.device))
-    basis[torch.arange(1, n), torch.arange(n - 1)] = -k
-    return basis / (k * (k + 1)).sqrt()
-
-
-def unit_directions(outputs: Tensor) -> list[Tensor]:
-    """Return the unit vectors as directions, each ``[batch, C]`` as the outputs are."""
-    return [unit.expand_as(outputs) for unit in torch.eye(outputs.shape[-1]).to(outputs)]
-
-
-def softmax_hessian(logits: Tensor) -> Tensor:
-    """Return ``Lambda = diag(p) - p p^T``, ``[batch, C, C]``, for logits ``[batch, C]``."""
-    p = logits.softmax(-1)
-    return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-
-
-@torch.no_grad()
-def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of finite symmetric matrices ``[..., d, d]``.
-
-    For some matrices of low rank LAPACK does not converge in single precision, or returns NaN
-    without saying so; these are decomposed in double precision.
-    """
-    supported = matrices
-    if matrices.dtype in (torch.float16, torch.bfloat16):  # for which there is no eigh
-        supported = matrices.float()
-    try:
-        values, vectors = torch.linalg.eigh(supported)
-        finite = bool(torch.isfinite(values).all() and torch.isfinite(vectors).all())
-    except torch.linalg.LinAlgError:
-        finite = False
-    if not finite:
-        values, vectors = torch.linalg.eigh(matrices.double())
-    return values.to(matrices.dtype), vectors.to(matrices.dtype)
-
-
-@torch.no_grad()
-def leading_directions(hessian: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the leading eigenvectors of each Hessian, and how much of its trace they keep.
-
-    Args:
-        hessian: Symmetric matrices ``[batch, C, C]``.
-        rank: Number of eigenvectors.
-
-    Returns:
-        Eigenvectors ``[batch, C, rank]``, and the traces kept and total, summed over the batch.
-    """
-    values, vectors = eigh(hessian)
-    return vectors[..., -rank:], values[..., -rank:].sum(), values.sum()
-
-
-def sampled_directions(logits: Tensor, signs: Tensor) -> Tensor:
-    """Return ``v = L z``, ``L = diag(q) - p q^T``, with ``E[v v^T] = Lambda``, pathwise in logits.
-
-    ``q = sqrt(p)`` is formed as ``exp(log_softmax / 2)``, whose derivative is finite for
-    saturated logits.
-
-    Args:
-        logits: Outputs ``[batch, C]`` of the network.
-        signs: Random signs ``z``, ``[column, batch, C]``.
-
-    Returns:
-        Directions ``[column, batch, C]``.
-    """
-    log_p = logits.log_softmax(-1)
-    p, q = log_p.exp(), (log_p / 2).exp()
-    return q * signs - p * (q * signs).sum(-1, keepdim=True)

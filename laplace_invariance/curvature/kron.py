@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature import eigen, kfac
 
 __all__ = ["DifferentiableKron", "DifferentiableKronDecomposed", "load_state_dict"]
 
@@ -69,12 +70,11 @@ class DifferentiableKron(Kron):
                 "damping=True is not supported: "
                 "stock laplace-torch ignores it after decomposition, too"
             )
-        values, vectors = [], []
-        for factors in self.kfacs:
-            pairs = [_eigh(factor) for factor in factors]
-            values.append([pair[0] for pair in pairs])
-            vectors.append([pair[1] for pair in pairs])
-        return DifferentiableKronDecomposed(vectors, values, [list(fs) for fs in self.kfacs])
+        if any(factor.requires_grad for factor in chain.from_iterable(self.kfacs)):
+            values, vectors = _decomposed(self.kfacs)
+            return DifferentiableKronDecomposed(vectors, values, [list(fs) for fs in self.kfacs])
+        values, _ = _decomposed(self.kfacs, vectors=False)
+        return DifferentiableKronDecomposed(None, values, [list(fs) for fs in self.kfacs])
 
     def _bmm(self, W: Tensor) -> Tensor:
         shapes = [_outer(diagonals).shape for diagonals in self._diagonals()]
@@ -102,6 +102,16 @@ class DifferentiableKron(Kron):
         return self.decompose().logdet()
 
 
+def _decomposed(
+    kfacs: Sequence[Sequence[Tensor]], vectors: bool = True
+) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
+    """Return eigenvalues and, if wanted, eigenvectors, per parameter and factor."""
+    pairs = iter(eigen.decompose(list(chain.from_iterable(kfacs)), vectors))
+    own = [[next(pairs) for _ in factors] for factors in kfacs]
+    values = [[pair[0] for pair in found] for found in own]
+    return values, [[pair[1] for pair in found] for found in own]
+
+
 def _diagonal(factor: Tensor) -> Tensor:
     if factor.ndim == 1:
         return factor
@@ -119,19 +129,6 @@ def _add(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
             f"{[list(f.shape) for f in ours]}"
         )
     return list(ours)
-
-
-@torch.no_grad()
-def _eigh(factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return eigenvalues, round-off below zero removed, and eigenvectors (None for a diagonal)."""
-    if not torch.isfinite(factor).all():
-        raise torch.linalg.LinAlgError(
-            "a curvature factor is not finite; check the loss and the inputs of the network"
-        )
-    if factor.ndim == 1:
-        return factor.detach().clamp(min=0), None
-    values, vectors = kfac.eigh(factor.detach())
-    return values.clamp(min=0), vectors
 
 
 class _LogDet(torch.autograd.Function):
@@ -170,10 +167,18 @@ class _LogDet(torch.autograd.Function):
                 gradients.append(None)
                 continue
             diagonal = scale * _contract(inverse, ctx.values, i)
-            if vectors is not None:
-                diagonal = (vectors * diagonal.unsqueeze(-2)) @ vectors.mT
-            gradients.append(diagonal)
+            gradients.append(_assemble(diagonal, vectors))
         return tuple(gradients)
+
+
+def _assemble(values: Tensor, vectors: Tensor | None) -> Tensor:
+    """Return ``Q diag(l) Q^T``, or the diagonal itself, and mark it as symmetric."""
+    if vectors is None:
+        return values
+    scaled = vectors * values.unsqueeze(-2)
+    if vectors.ndim == 2:
+        return kfac.mark_symmetric(kfac.symmetric_product(scaled.mT, vectors.mT))
+    return kfac.mark_symmetric(scaled @ vectors.mT)
 
 
 def _paired(values: Sequence[Tensor]) -> bool:
@@ -217,24 +222,23 @@ class DifferentiableKronDecomposed(KronDecomposed):
 
     Args:
         eigenvectors: For each parameter and factor, ``[d, d]``, or ``[q, d, d]`` for the blocks of
-            a block-diagonal one; None for a diagonal one.
+            a block-diagonal one; None for a diagonal one. None instead of all if no factor requires
+            grad: evidence needs eigenvalues only, and these are found when predictions ask.
         eigenvalues: For each parameter and factor, ``[d]`` or ``[q, d]``.
         factors: The factors that were decomposed, with their graph.
         deltas: One number per parameter, added to the diagonal.
         scale: Scalar that the matrix is multiplied by.
     """
 
-    eigenvectors: list[list[Tensor | None]]  # type: ignore[assignment]  # as for kfacs
-
     def __init__(
         self,
-        eigenvectors: list[list[Tensor | None]],
+        eigenvectors: list[list[Tensor | None]] | None,
         eigenvalues: list[list[Tensor]],
         factors: list[list[Tensor]],
         deltas: Tensor | None = None,
         scale: Tensor | float = 1.0,
     ) -> None:
-        self.eigenvectors = eigenvectors
+        self._eigenvectors = [eigenvectors]  # shared with scaled and shifted copies
         self.unscaled_eigenvalues = eigenvalues
         self.factors = factors
         self.scale = torch.as_tensor(scale).to(eigenvalues[0][0])
@@ -246,6 +250,15 @@ class DifferentiableKronDecomposed(KronDecomposed):
 
     def __len__(self) -> int:
         return len(self.unscaled_eigenvalues)
+
+    @property
+    def eigenvectors(self) -> list[list[Tensor | None]]:  # type: ignore[override]  # laplace sets it
+        """Eigenvectors per parameter and factor."""
+        found = self._eigenvectors[0]
+        if found is None:
+            _, found = _decomposed(self.factors)
+            self._eigenvectors[0] = found
+        return found
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # type: ignore[override]  # laplace sets it
@@ -283,8 +296,11 @@ class DifferentiableKronDecomposed(KronDecomposed):
         """Return ``sum_l log det(s G_l (x) A_l + d_l I)``."""
         total = torch.zeros_like(self.scale)
         for i, delta in enumerate(self.deltas.expand(len(self))):
-            values, vectors = self.unscaled_eigenvalues[i], self.eigenvectors[i]
-            total = total + _LogDet.apply(self.scale, delta, values, vectors, *self.factors[i])
+            values, factors = self.unscaled_eigenvalues[i], self.factors[i]
+            vectors: list[Tensor | None] = [None] * len(factors)
+            if any(factor.requires_grad for factor in factors):
+                vectors = self.eigenvectors[i]
+            total = total + _LogDet.apply(self.scale, delta, values, vectors, *factors)
         return total
 
     def curvature_spectra(self) -> list[Tensor]:

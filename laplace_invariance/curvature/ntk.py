@@ -26,7 +26,6 @@ import torch
 from laplace.utils import Likelihood
 from torch import Tensor, nn
 
-from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.ggn import AugmentedGGN
 from laplace_invariance.curvature.kernels import (
@@ -35,6 +34,7 @@ from laplace_invariance.curvature.kernels import (
     softmax_root,
     vector_kernel,
 )
+from laplace_invariance.curvature.loss_hessian import unit_directions
 from laplace_invariance.curvature.recompute import pull_back_through, recomputed
 from laplace_invariance.curvature.rules import ElementwiseBlock
 from laplace_invariance.curvature.trace.calls import Trace
@@ -246,7 +246,7 @@ class TangentKernelBound:
         """Return the log determinant of a minibatch's blocks, in a graph."""
         scales = self._per_tensor(factor / precision)
         if self._regression:
-            columns = torch.stack(kfac.unit_directions(trace.outputs))
+            columns = torch.stack(unit_directions(trace.outputs))
         else:
             columns = softmax_root(trace.outputs, reduced=self.kind == "full")
         self._check_size(len(trace.outputs), len(columns))

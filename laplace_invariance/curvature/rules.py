@@ -16,28 +16,32 @@ exact type of a module, since a subclass may compute anything.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature.patches import extract_patches, pad, padding_sides
 
 __all__ = [
     "AnyBlock",
     "Block",
     "ElementwiseBlock",
+    "Map",
     "MatrixBlock",
     "blocks_of",
     "convolution",
     "extract_patches",
     "no_factors",
+    "pad",
+    "padding_sides",
     "register_rule",
     "rules",
 ]
+
 
 Map = Callable[[Tensor], Tensor]
 
@@ -59,6 +63,8 @@ class MatrixBlock:
         slotted_columns: Whether slots split the columns of the parameter instead of its rows;
             the axis is then there even for one slot.
         transposed: Whether the parameter is stored as ``[d_in, d_out]``.
+        counts: For an ``a`` that is one-hot, or zero, maps the input to how often each of its
+            entries is one, ``[d_in]``: the diagonal of ``A`` if there is one sample.
     """
 
     parameter: str
@@ -68,6 +74,7 @@ class MatrixBlock:
     slots: int = 1
     slotted_columns: bool = False
     transposed: bool = False
+    counts: Map | None = None
 
     def gradient_map(self, x: Tensor, batch: int) -> Map:
         """Return the map from gradients of the module's output to those of the parameter.
@@ -118,24 +125,38 @@ class ElementwiseBlock:
 AnyBlock = MatrixBlock | ElementwiseBlock
 
 
-def no_factors(block: AnyBlock | None, parameter: Tensor, per_slot: bool) -> list[Tensor]:
+def no_factors(
+    block: AnyBlock | None, parameter: Tensor, per_slot: bool, counts: bool
+) -> list[Tensor]:
     """Return Kronecker factors of no curvature, in the shapes that others would have.
 
     Args:
         block: Block of the parameter, None for one without a rule.
         parameter: The parameter.
         per_slot: Whether matrices have a gradient factor for each slot of their columns.
+        counts: Whether one-hot inputs are counted, which makes their factor a diagonal.
     """
     if block is None:
         return [parameter.new_zeros(parameter.numel())]
     if isinstance(block, ElementwiseBlock):
         return [parameter.new_zeros(parameter.numel(), parameter.numel())]
     rows, columns = len(parameter), parameter[0].numel()
-    if not block.slotted_columns:
-        return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns, columns)]
-    columns //= block.slots
-    outer = (block.slots, rows, rows) if per_slot else (rows, rows)
-    return [parameter.new_zeros(outer), parameter.new_zeros(block.slots, columns, columns)]
+    if counts and block.counts is not None:
+        if block.transposed:
+            return [parameter.new_zeros(rows), parameter.new_zeros(columns, columns)]
+        return [parameter.new_zeros(rows, rows), parameter.new_zeros(columns)]
+    slots = block.slots
+    outer: tuple[int, ...] = (rows, rows)
+    if block.slotted_columns:
+        columns //= slots
+        if per_slot:
+            outer = (slots, rows, rows)
+        return [parameter.new_zeros(outer), parameter.new_zeros(slots, columns, columns)]
+    if slots == rows > 1:
+        outer = (slots,)
+    elif slots > 1:
+        outer = (slots, rows // slots, rows // slots)
+    return [parameter.new_zeros(outer), parameter.new_zeros(columns, columns)]
 
 
 def Block(
@@ -260,46 +281,6 @@ def convolution(module: Any) -> Iterator[AnyBlock]:
 register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)(convolution)
 
 
-def padding_sides(
-    padding: str | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return the padding before and after each axis; the odd one of ``"same"`` comes after."""
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    if isinstance(padding, str):  # "valid"
-        return [(0, 0)] * len(kernel_size)
-    return [(p, p) for p in padding]
-
-
-def pad(x: Tensor, module: Any) -> Tensor:
-    """Return ``x`` ``[rows, channels, ...]``, padded as a convolution pads it."""
-    sides = padding_sides(module.padding, module.kernel_size, module.dilation)
-    if not any(map(any, sides)):
-        return x
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
-
-
-def extract_patches(x: Tensor, module: Any) -> Tensor:
-    """Return what a convolution multiplies with its weights.
-
-    Args:
-        x: Inputs ``[rows, channels, *positions]``.
-        module: Convolution of torch, or any module with the settings of one.
-
-    Returns:
-        Patches ``[rows, positions, groups, channels / groups * kernel]``.
-    """
-    n = len(module.kernel_size)
-    x = pad(x, module)
-    for i in range(n):
-        span = module.dilation[i] * (module.kernel_size[i] - 1) + 1
-        x = x.unfold(2 + i, span, module.stride[i])[..., :: module.dilation[i]]
-    patches = x.flatten(2, 1 + n).flatten(3)  # [rows, channels, positions, taps of the kernel]
-    return rearrange(patches, "rows (g c) p taps -> rows p g (c taps)", g=module.groups)
-
-
 @register_rule(nn.Embedding)
 def embedding(module: nn.Embedding) -> Iterator[AnyBlock]:
     """A matrix applied to one-hot vectors, stored ``[tokens, features]``."""
@@ -320,7 +301,20 @@ def embedding(module: nn.Embedding) -> Iterator[AnyBlock]:
             vectors[..., module.padding_idx] = 0
         return vectors
 
-    yield MatrixBlock("weight", one_hot, lambda g: g.flatten(1, -2), linear=False, transposed=True)
+    def counts(tokens: Tensor) -> Tensor:
+        total = tokens.flatten().bincount(minlength=module.num_embeddings).to(module.weight.dtype)
+        if module.padding_idx is not None:
+            total[module.padding_idx] = 0
+        return total
+
+    yield MatrixBlock(
+        "weight",
+        one_hot,
+        lambda g: g.flatten(1, -2),
+        linear=False,
+        transposed=True,
+        counts=counts,
+    )
 
 
 def _affine_of_norm(

@@ -1,15 +1,32 @@
 """Architectures: what kron covers, what it refuses, and the exact diagonal as a way out."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from twins import block_diagonal, central_differences, ggn, relative_error
+from twins import (
+    block_diagonal,
+    central_differences,
+    ggn,
+    parameter_jacobian,
+    product,
+    relative_error,
+)
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature import (
+    AugmentedEF,
+    AugmentedGGN,
+    backend,
+    load_state_dict,
+    rules,
+)
+from laplace_invariance.curvature.trace import chunks
+from laplace_invariance.curvature.trace.calls import Trace
 
 CLASSES = 3
 
@@ -266,9 +283,9 @@ def test_embedding():
     _, full = backend.full(x, y)
     torch.testing.assert_close(full, ggn(net, net(x), "classification").detach())
     _, kron = backend.kron(x, y, N=5)
-    assert [f.shape[0] for f in kron.kfacs[0]] == [6, 3]
+    assert [f.shape for f in kron.kfacs[0]] == [(6,), (3, 3)]  # a diagonal, and a matrix
     counts = torch.bincount(x.flatten(), minlength=6)
-    torch.testing.assert_close(kron.kfacs[0][0], torch.diag(counts) / 5.0)
+    torch.testing.assert_close(kron.kfacs[0][0], counts / 5.0)
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
     la = Laplace(
         net,
@@ -684,3 +701,121 @@ def test_targets_of_another_shape_are_refused():
         ValueError, match=r"targets \[4\] must have the shape of the outputs \[4, 1\]"
     ):
         AugmentedEF(nn.Linear(3, 1), "regression").kron(torch.randn(4, 3), torch.randn(4), N=4)
+
+
+class Tokens(nn.Module):
+    """Calls its embedding twice, and another one only for inputs that begin with a zero."""
+
+    def __init__(self, padding_idx):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 3, padding_idx=padding_idx)
+        self.rare = nn.Embedding(7, 3)
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x):
+        features = self.embedding(x) + self.embedding(x.flip(1) // 2)
+        if (x[:, 0] == 0).all():
+            features = features + self.rare(x)
+        return self.head(features.flatten(1).tanh())
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_counts_of_tokens_equal_one_hot_inputs(padding_idx, monkeypatch):
+    """In a whole batch, and in chunks of which one does not call a layer."""
+    net, y = Tokens(padding_idx), torch.randint(CLASSES, (5,))
+    x = torch.randint(6, (5, 4))
+    x[:2, 0], x[2:, 0] = 0, 1
+
+    def kron(**options):
+        return AugmentedGGN(net, "classification", chunk_size=2, **options).kron(x, y, N=5)[1]
+
+    actual = kron()
+    assert [f.shape for fs in actual.kfacs[:2] for f in fs] == [(6,), (3, 3), (7,), (3, 3)]
+    assert kron(kfac_approx="reduce").kfacs[0][0].shape == (6, 6)
+    plain = Trace.averaged_inputs
+    monkeypatch.setattr(Trace, "averaged_inputs", lambda self, counts=False: plain(self))
+    monkeypatch.setattr(backend, "no_factors", lambda *args: rules.no_factors(*args[:-1], False))
+    dense = kron()
+    assert dense.kfacs[0][0].shape == (6, 6)
+    assert actual.kfacs[1][0].abs().max() > 0
+    torch.testing.assert_close(actual.to_matrix(), dense.to_matrix())
+
+
+def test_several_samples_of_tokens_have_a_dense_factor():
+    """Samples are averaged before they are multiplied, so that tokens meet each other."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = Tokens(None)
+
+        def forward(self, x):
+            return self.tokens((2 * x.abs()).long().clamp(max=5))
+
+    model = li.InvariantModel(Shift(), li.AffinePoints(init=0.5), 3)
+    x, y = torch.randn(5, 4, 2).flatten(1)[:, :2], torch.randint(CLASSES, (5,))
+    model.net.tokens.head = nn.Linear(6, CLASSES)
+    _, kron = AugmentedGGN(model, "classification").kron(x, y, N=5)
+    assert kron.kfacs[0][0].shape == (6, 6)
+
+
+@pytest.mark.parametrize("groups", [2, 6])
+def test_grouped_convolutions_keep_blocks_that_can_be_saved_and_predict(groups):
+    """Blocks, or a diagonal for depthwise ones; all equal to those of dense factors."""
+    net = nn.Sequential(nn.Conv2d(6, 6, 2, groups=groups), nn.Tanh(), nn.Flatten())
+    net.append(nn.Linear(24, CLASSES))
+    x, y = torch.randn(5, 6, 3, 3), torch.randint(CLASSES, (5,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)
+    settings = {"subset_of_weights": "all", "hessian_structure": "kron", "backend": AugmentedGGN}
+    la = Laplace(net, "classification", **settings)
+    la.fit(loader)
+    assert la.H_facs.kfacs[0][0].shape == ((6,) if groups == 6 else (2, 3, 3))
+    matrix = torch.block_diag(*map(product, la.H_facs.kfacs))
+    torch.testing.assert_close(la.H_facs.to_matrix(), matrix)
+    precision = matrix + la.prior_precision * torch.eye(len(matrix))
+    torch.testing.assert_close(la.posterior_precision.logdet(), precision.logdet())
+    jacobian = parameter_jacobian(net, net(x)).detach()
+    variance = jacobian @ torch.linalg.inv(precision) @ jacobian.mT
+    torch.testing.assert_close(la.functional_variance(jacobian), variance)
+    loaded = Laplace(net, "classification", **settings)
+    load_state_dict(loaded, la.state_dict())
+    torch.testing.assert_close(loaded.functional_variance(jacobian), variance)
+    torch.testing.assert_close(loaded.log_marginal_likelihood(), la.log_marginal_likelihood())
+
+
+class Pooled(nn.Module):
+    """Max pooling after activations, of which one is used elsewhere as well."""
+
+    def __init__(self, activation, pooling):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 3, 2)
+        self.activation, self.other = activation, nn.Tanh()
+        self.pooling, self.head = pooling, nn.Linear(3 + 2, CLASSES)
+
+    def forward(self, x):
+        features = self.activation(self.first(x))
+        pooled = self.other(self.second(self.pooling(features)))
+        return self.head(torch.cat([pooled.mean((2, 3)), features.mean((2, 3))], dim=1))
+
+
+@pytest.mark.parametrize(
+    "pooling",
+    [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, padding=1), nn.MaxPool2d((2, 3), (2, 1), ceil_mode=True)],
+    ids=str,
+)
+@pytest.mark.parametrize("activation", [nn.Tanh(), nn.ReLU(), nn.LeakyReLU(0.1), nn.GELU()])
+def test_pooled_activations_have_the_gradient_of_autograd(activation, pooling, monkeypatch):
+    net = Pooled(activation, pooling)
+    model = li.InvariantModel(net, li.AffineImage(init=0.1), 2, generator=torch.Generator())
+    x, y = torch.randn(4, 1, 7, 6), torch.randint(CLASSES, (4,))
+
+    def gradient():
+        model.generator.manual_seed(1)
+        loss, kron = AugmentedGGN(model, "classification").kron(x, y, N=4)
+        tensors = [loss, *(f for fs in kron.kfacs for f in fs)]
+        squares = [tensor.square().sum() for tensor in tensors]
+        return torch.autograd.grad(squares, model.augmentation.eta)[0]
+
+    actual = gradient()
+    monkeypatch.setattr(chunks, "shortcuts", lambda modules: nullcontext())
+    torch.testing.assert_close(actual, gradient())

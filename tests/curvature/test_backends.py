@@ -12,7 +12,7 @@ from laplace.curvature.asdl import AsdlEF, AsdlGGN
 from laplace.curvature.backpack import BackPackEF, BackPackGGN
 from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
 from torch import nn
-from twins import block_diagonal, ggn, parameter_jacobian
+from twins import block_diagonal, ggn, parameter_jacobian, product
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, register_rule
@@ -42,10 +42,6 @@ def targets(n, likelihood, classes=4):
     return (
         torch.randint(classes, (n,)) if likelihood == "classification" else torch.randn(n, classes)
     )
-
-
-def product(factors):
-    return torch.kron(*factors) if len(factors) == 2 else factors[0]
 
 
 def curvature(backend, net, likelihood, structure, x, y):
@@ -282,8 +278,12 @@ def test_full_rank_is_exact_and_the_discarded_share_is_reported():
     values = torch.linalg.eigvalsh(
         torch.diag_embed(p := net(x).softmax(-1)) - p.unsqueeze(2) * p.unsqueeze(1)
     )
-    assert truncated.discarded == pytest.approx((1 - values[:, -2:].sum() / values.sum()).item())
+    best = (1 - values[:, -2:].sum() / values.sum()).item()
+    assert best <= truncated.discarded < best + 1e-3
     assert 0 < truncated.discarded < 1
+    hybrid = AugmentedGGN(net, "classification", output_rank=1, stochastic=True)
+    hybrid.kron(x, y, N=N)
+    assert hybrid.discarded == 0
     smaller = [f[0].trace() < e[0].trace() for f, e in zip(kron.kfacs, expected.kfacs, strict=True)]
     assert all(smaller)
 
@@ -293,10 +293,11 @@ def test_sampled_curvature_is_unbiased(likelihood):
     net, x = mlp()
     y = targets(6, likelihood)
     _, exact = AugmentedGGN(net, likelihood).diag(x, y)
-    _, sampled = AugmentedGGN(net, likelihood, stochastic=True, num_samples=4000).diag(x, y)
-    torch.testing.assert_close(sampled, exact, rtol=0.1, atol=0.02 * exact.max().item())
-    _, few = AugmentedGGN(net, likelihood, stochastic=True, num_samples=1).diag(x, y)
-    assert (few - exact).abs().max() > 0.01 * exact.max()
+    backend = AugmentedGGN(net, likelihood, stochastic=True, num_samples=2)
+    sampled = torch.stack([backend.diag(x, y)[1] for _ in range(1000)])
+    mean = sampled.mean(0)
+    torch.testing.assert_close(mean, exact, rtol=0.1, atol=0.03 * exact.max().item())
+    assert (sampled[0] - exact).abs().max() > 0.01 * exact.max()
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,6 @@ def test_sampled_curvature_is_unbiased(likelihood):
         (AugmentedEF, {"chunk_size": 0}, "chunk_size"),
         (AugmentedGGN, {"output_rank": 0}, "output_rank"),
         (AugmentedGGN, {"num_samples": 0}, "num_samples"),
-        (AugmentedGGN, {"output_rank": 2, "stochastic": True}, "choose one"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )

@@ -1,10 +1,10 @@
-"""The pure functions: directions of the loss Hessian, Gram matrices, folding."""
+"""The pure functions: Gram matrices, folding, factors, eigenvalues."""
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from twins import whole
 
-from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature import eigen, kfac
 
 
 def symmetric(*shape):
@@ -12,69 +12,90 @@ def symmetric(*shape):
     return x + x.mT
 
 
-@pytest.mark.parametrize("n", [2, 3, 7])
-def test_complement_basis_is_orthonormal_and_sums_to_zero(n):
-    basis = kfac.complement_basis(n, torch.zeros(()))
-    torch.testing.assert_close(basis.mT @ basis, torch.eye(n - 1))
-    torch.testing.assert_close(basis.sum(0), torch.zeros(n - 1))
+def probabilities(*shape):
+    """Probabilities of some classes, which leave a part for another."""
+    return 0.8 * torch.rand(*shape).softmax(-1)
 
 
-def test_fixed_directions_give_the_softmax_hessian():
-    logits = torch.randn(5, 4)
-    hessian = kfac.softmax_hessian(logits)
-    basis = kfac.complement_basis(4, logits)
-    torch.testing.assert_close(basis @ (basis.mT @ hessian @ basis) @ basis.mT, hessian)
-    expected = torch.stack(
-        [torch.autograd.functional.hessian(lambda f: f.logsumexp(0), row) for row in logits]
-    )
-    torch.testing.assert_close(hessian, expected)
+def dense_weights(p):
+    return torch.diag_embed(p) - torch.einsum("bk,bl->bkl", p, p)
 
 
-def test_leading_directions_keep_the_largest_part():
-    hessian = kfac.softmax_hessian(4 * torch.randn(6, 5))
-    full, kept, total = kfac.leading_directions(hessian, 4)
-    torch.testing.assert_close(full @ (full.mT @ hessian @ full) @ full.mT, hessian)
-    torch.testing.assert_close(kept, total)
-    one, kept, total = kfac.leading_directions(hessian, 1)
-    assert kept < total
-    torch.testing.assert_close(kept, torch.linalg.eigvalsh(hessian)[:, -1].sum())
-    assert one.shape == (6, 5, 1)
+LAYOUTS = {
+    "dense": (kfac.gram, "bkl,bkrqi,blrqj->ij"),
+    "blocks": (kfac.gram_blocks, "bkl,bkrqi,blrqj->qij"),
+    "diagonal": (kfac.weighted_diagonal, "bkl,bkrqi,blrqi->i"),
+}
 
 
-def test_sampled_directions_are_unbiased():
-    logits = torch.randn(1, 3)
-    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3).unsqueeze(
-        1
-    )  # all of them: the exact expectation
-    v = kfac.sampled_directions(logits, signs)
-    torch.testing.assert_close(torch.einsum("kbi,kbj->bij", v, v) / 8, kfac.softmax_hessian(logits))
-
-
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_gram_equals_the_sum_of_outer_products(weighted, scale):
+def test_gram_equals_the_sum_of_outer_products(weighted, scale, layout):
+    function, equation = LAYOUTS[layout]
+    x = torch.randn(2, 3, 5, 4, 7, requires_grad=True)
+    weights = probabilities(2, 3).requires_grad_() if weighted else None
+    m = dense_weights(weights) if weighted else torch.eye(3).expand(2, 3, 3)
+    expected = scale * torch.einsum(equation, m, x, x)
+    actual = function(x, weights, scale)
+    torch.testing.assert_close(actual, expected)
+    inputs = [x, weights] if weighted else [x]
+    cotangent = torch.randn_like(expected)  # not symmetric
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, inputs, cotangent),
+        torch.autograd.grad(expected, inputs, cotangent),
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gram_of_columns_equals_that_of_their_transpose(weighted):
+    """As of convolutions, whose positions come last."""
+    weights = probabilities(2, 3).requires_grad_() if weighted else None
     x = torch.randn(2, 3, 5, 7, requires_grad=True)
-    weights = symmetric(2, 3, 3).requires_grad_() if weighted else None
-    m = torch.eye(3).expand(2, 3, 3) if weights is None else weights
-    expected = scale * torch.einsum("bkl,bkri,blrj->ij", m, x, x)
-    torch.testing.assert_close(kfac.gram(x, weights, scale), expected)
-
-    def of_symmetric(
-        x, w
-    ):  # the gradient assumes that the weights are symmetric, and so must the check
-        return kfac.gram(x, None if w is None else (w + w.mT) / 2, scale)
-
-    assert gradcheck(of_symmetric, (x, weights))
+    results = [kfac.gram(x.mT, weights, 0.3), kfac.gram(x.mT.contiguous(), weights, 0.3)]
+    torch.testing.assert_close(*results)
+    inputs, cotangent = ([x, weights] if weighted else [x]), torch.randn(5, 5)
+    torch.testing.assert_close(*[torch.autograd.grad(r, inputs, cotangent) for r in results])
+    with kfac.pulling_back(values=False):
+        assert kfac.gram(x.mT, weights).shape == (5, 5)
 
 
-def test_large_symmetric_products_are_complete():
-    x = torch.randn(3, 700)
-    weights = symmetric(3, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("values", [False, True])
+def test_gram_under_symmetric_cotangents_has_the_same_gradient(values, layout):
+    function, _ = LAYOUTS[layout]
+    x = torch.randn(2, 3, 5, 4, 7, requires_grad=True)
+    weights = probabilities(2, 3).requires_grad_()
+    expected = function(x, weights, 0.3)
+    cotangent = torch.randn_like(expected)
+    with kfac.pulling_back(values):
+        actual = function(x, weights, 0.3)
+    assert actual.shape == expected.shape
+    assert torch.equal(actual, expected) is values
+    pulled = torch.autograd.grad(actual, [x, weights], kfac.symmetrised(cotangent))
+    torch.testing.assert_close(pulled, torch.autograd.grad(expected, [x, weights], cotangent))
+    assert torch.equal(function(x, weights, 0.3), expected)  # the context has ended
+
+
+def test_cotangents_are_symmetrised_once():
+    cotangent = torch.randn(2, 3, 3)
+    once = kfac.symmetrised(cotangent)
+    torch.testing.assert_close(once, (cotangent + cotangent.mT) / 2)
+    assert kfac.symmetrised(once) is once
+    assert kfac.symmetrised(None) is None
+    vector = torch.randn(3)
+    assert kfac.symmetrised(vector) is vector
+
+
+@pytest.mark.parametrize("n", [3, 200])
+def test_large_symmetric_products_are_complete(n):
+    x = torch.randn(n, 700)
+    weights = symmetric(n, n)
     torch.testing.assert_close(kfac.symmetric_product(x, weights @ x), x.mT @ weights @ x)
 
 
 def test_weighted_diagonal_is_that_of_gram():
-    x, weights = torch.randn(2, 3, 7), symmetric(2, 3, 3)
+    x, weights = torch.randn(2, 3, 7), probabilities(2, 3)
     torch.testing.assert_close(kfac.weighted_diagonal(x, weights), kfac.gram(x, weights).diagonal())
     torch.testing.assert_close(kfac.weighted_diagonal(x), kfac.gram(x).diagonal())
 
@@ -96,8 +117,9 @@ def test_folding_averages_inputs_and_sums_gradients(inner):
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_factors_scale_as_documented(approx):
-    a, g, weights = torch.randn(2, 3, 5), torch.randn(2, 4, 3, 7), symmetric(2, 4, 4)
-    outer, inner = kfac.factors(a, g, weights, 11, approx)
+    a, g, p = torch.randn(2, 3, 5), torch.randn(2, 4, 3, 7), probabilities(2, 4)
+    outer, inner = kfac.factors(a, g, p, 11, approx)
+    weights = dense_weights(p)
     if approx == "expand":
         torch.testing.assert_close(inner, torch.einsum("bri,brj->ij", a, a) / 11)
         torch.testing.assert_close(outer, torch.einsum("bkl,bkro,blrp->op", weights, g, g) / 3)
@@ -106,13 +128,16 @@ def test_factors_scale_as_documented(approx):
         torch.testing.assert_close(outer, torch.einsum("bkl,bkro,blsp->op", weights, g, g))
 
 
-def test_slots_are_positions_with_their_own_outputs():
-    a, g = torch.randn(2, 3, 2, 5), torch.randn(2, 4, 3, 2, 7)
-    padded = torch.zeros(2, 4, 3, 2, 14)
-    padded[..., 0, :7], padded[..., 1, 7:] = g[..., 0, :], g[..., 1, :]
+@pytest.mark.parametrize("d", [1, 7])
+def test_slots_are_positions_with_their_own_outputs(d):
+    a, g = torch.randn(2, 3, 2, 5), torch.randn(2, 4, 3, 2, d)
+    padded = torch.zeros(2, 4, 3, 2, 2 * d)
+    padded[..., 0, :d], padded[..., 1, d:] = g[..., 0, :], g[..., 1, :]
     expected = kfac.factors(a.flatten(1, 2), padded.flatten(2, 3), None, 11, "expand")
-    for actual, wanted in zip(kfac.factors(a, g, None, 11, "expand"), expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
+    actual = kfac.factors(a, g, None, 11, "expand")
+    assert actual[0].shape == ((2,) if d == 1 else (2, d, d))
+    for factor, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(whole(factor), wanted)
 
 
 def test_eigenvalues_that_single_precision_gets_wrong_are_computed_in_double(monkeypatch):
@@ -136,7 +161,7 @@ def test_eigenvalues_that_single_precision_gets_wrong_are_computed_in_double(mon
 
     for eigh in (broken, failing):
         monkeypatch.setattr(torch.linalg, "eigh", eigh)
-        values, vectors = kfac.eigh(matrices)
+        values, vectors = eigen.eigh(matrices)
         assert values.dtype == vectors.dtype == torch.float32
         torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(

@@ -3,9 +3,17 @@
 import pytest
 import torch
 from laplace.utils.matrix import Kron, KronDecomposed
-from twins import central_differences, relative_error
+from torch import nn
+from twins import central_differences, product, relative_error
 
-from laplace_invariance.curvature import DifferentiableKron, DifferentiableKronDecomposed
+import laplace_invariance as li
+from laplace_invariance.curvature import (
+    AugmentedGGN,
+    DifferentiableKron,
+    DifferentiableKronDecomposed,
+    eigen,
+    kfac,
+)
 
 
 def positive(n, rank=None):
@@ -18,17 +26,22 @@ def blocks(q, n):
 
 
 def factors():
-    """A matrix, a dense and a diagonal block; then blocks on the right, on the left, in pairs."""
+    """A matrix, a dense and a diagonal block; blocks on the right, on the left, in pairs.
+
+    Then diagonals on the left and on the right.
+    """
     plain = [[positive(3), positive(5)], [positive(2)], [torch.rand(4)]]
     return [
         *plain,
         [positive(3), blocks(2, 5)],
         [blocks(3, 2), positive(4)],
         [blocks(4, 3), blocks(4, 2)],
+        [torch.rand(3), positive(2)],
+        [positive(2), torch.rand(5)],
     ]
 
 
-DELTAS, SCALE = [0.5, 0.7, 0.3, 0.4, 0.6, 0.8], 1.7
+DELTAS, SCALE = [0.5, 0.7, 0.3, 0.4, 0.6, 0.8, 0.2, 0.9], 1.7
 
 
 def dense(kfacs, deltas, scale):
@@ -40,9 +53,7 @@ def dense(kfacs, deltas, scale):
                 o * q * i, o * q * i
             )
         else:
-            whole = {1: torch.diag, 2: lambda f: f, 3: lambda f: torch.block_diag(*f)}
-            parts = [whole[f.ndim](f) for f in fs]
-            matrix = torch.kron(*parts) if len(fs) == 2 else parts[0]
+            matrix = product(fs)
         matrices.append(scale * matrix + delta * torch.eye(len(matrix)))
     return torch.block_diag(*matrices)
 
@@ -197,7 +208,7 @@ def test_bad_input_is_refused():
     kron = DifferentiableKron(factors())
     with pytest.raises(ValueError, match="can only add Kron"):
         kron + 1.0
-    with pytest.raises(ValueError, match="6 and of 2 parameters"):
+    with pytest.raises(ValueError, match="8 and of 2 parameters"):
         kron + DifferentiableKron(factors()[:2])
     with pytest.raises(ValueError, match="scalar"):
         kron.decompose() * torch.ones(2)
@@ -207,3 +218,73 @@ def test_bad_input_is_refused():
         kron.decompose(damping=True)
     with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
         DifferentiableKron([[torch.full((2, 2), float("nan"))]]).decompose()
+
+
+def counting(monkeypatch, name):
+    """Sizes ``[n, d]`` of what a function of torch.linalg decomposes, as it is called."""
+    calls, plain = [], getattr(torch.linalg, name)
+
+    def counted(matrices):
+        calls.append(matrices.shape[:-1])
+        return plain(matrices)
+
+    monkeypatch.setattr(torch.linalg, name, counted)
+    return calls
+
+
+def test_equal_factors_are_decomposed_once_and_those_of_a_size_together(monkeypatch):
+    calls = counting(monkeypatch, "eigh")
+    twin, large = positive(3), positive(6)
+    kfacs = [[twin, large], [twin.clone()], [positive(3), positive(6)], [positive(3)]]
+    monkeypatch.setattr(eigen, "STACKED_SIZE", 5)
+    values, vectors = zip(*eigen.decompose([f for fs in kfacs for f in fs]), strict=True)
+    assert sorted(calls) == [(1, 6), (1, 6), (3, 3)]
+    assert torch.equal(values[0], values[2])
+    for factor, value, vector in zip(sum(kfacs, []), values, vectors, strict=True):  # noqa: RUF017
+        torch.testing.assert_close(vector @ value.diag() @ vector.mT, factor)
+
+
+def test_a_sum_that_overflows_is_not_taken_for_infinite_entries():
+    factor = 2e38 * torch.eye(2).float()
+    ((values, _),) = eigen.decompose([factor])
+    assert values.isfinite().all()
+
+
+def test_eigenvectors_are_found_when_they_are_asked_for(monkeypatch):
+    calls = counting(monkeypatch, "eigh")
+    kfacs, deltas = factors(), torch.tensor(DELTAS, requires_grad=True)
+    decomposed = DifferentiableKron(kfacs).decompose() * 2.0 + deltas
+    decomposed.logdet().backward()
+    expected = dense(kfacs, deltas.detach(), 2.0)
+    torch.testing.assert_close(decomposed.logdet(), expected.logdet())
+    assert not calls
+    shifted = decomposed + deltas.detach()
+    torch.testing.assert_close(decomposed.to_matrix(), expected)
+    n = len(calls)
+    assert n > 0
+    torch.testing.assert_close(shifted.diag(), dense(kfacs, 2 * deltas.detach(), 2.0).diagonal())
+    assert len(calls) == n
+    kfacs[0][0].requires_grad_()
+    DifferentiableKron(kfacs).decompose()
+    assert len(calls) == 2 * n
+
+
+def test_cotangents_of_the_log_determinant_need_not_be_symmetrised(monkeypatch):
+    """They arrive marked at every batch, through the sum over batches."""
+    net = nn.Sequential(nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+    model = li.InvariantModel(net, li.AffineImage(init=0.1), 2)
+    x, y, total = torch.randn(4, 4, 3, 3), torch.randint(3, (4,)), None
+    for _ in range(3):
+        _, kron = AugmentedGGN(model, "classification").kron(x, y, N=4)
+        total = kron if total is None else total + kron
+    seen, plain = [], kfac.symmetrised
+
+    def watched(cotangent):
+        seen.append(plain(cotangent) is cotangent)
+        return plain(cotangent)
+
+    monkeypatch.setattr(kfac, "symmetrised", watched)
+    (total.decompose() + torch.tensor([0.5])).logdet().backward()
+    assert len(seen) == 3 * 7  # the loss, four factors and two biases, of three batches
+    assert all(seen)
+    assert model.augmentation.eta.grad.abs().max() > 0

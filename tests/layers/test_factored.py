@@ -152,8 +152,7 @@ def test_factors_are_those_of_the_block_matrix_in_the_papers():
     """A dense layer with inputs in slots and zeros elsewhere, at as many shared positions."""
     slots, d_in, d_out, n, columns = 3, 5, 2, 7, 4
     a, g = torch.randn(n, 1, slots, d_in), torch.randn(n, columns, 1, slots, d_out)
-    root = torch.randn(n, columns, columns)
-    weights = root @ root.mT
+    weights = 0.9 * torch.randn(n, columns).softmax(-1)
     outer, inner = kfac.factors(a, g, weights, n, "expand", slotted_columns=True)
     placed = torch.zeros(n, slots, slots * d_in)
     for q in range(slots):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
-from laplace_invariance.marglik import MAP, Augerino, Refit, Running
+from laplace_invariance.marglik import MAP, Augerino, Refit
 from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}

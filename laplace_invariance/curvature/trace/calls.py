@@ -181,12 +181,22 @@ class Trace:
             found.append(exact)
         return self._stacked(found)
 
-    def averaged_inputs(self) -> PerParameter:
-        """Return what each matrix is applied to, averaged: ``[batch, shared, (slots,) d_in]``."""
+    def averaged_inputs(self, counts: bool = False) -> PerParameter:
+        """Return what each matrix is applied to, averaged: ``[batch, shared, (slots,) d_in]``.
+
+        Args:
+            counts: Whether to return counts ``[d_in]`` of one-hot inputs, all of one sample each.
+        """
         inputs: dict[int, list[Tensor]] = {}
+        result: PerParameter = [None] * len(self.parameters)
         for call in self.calls:
             for index, block in call.blocks:
                 if isinstance(block, ElementwiseBlock):
+                    continue
+                if counts and block.counts is not None:
+                    total = kfac.fold_counts(block.counts(call.x), call.levels)
+                    before = result[index]
+                    result[index] = total if before is None else before + total
                     continue
                 if block.linear:  # to unfold the mean is cheaper than to average unfolded samples
                     a = block.a(kfac.fold_inputs(call.x, call.levels))
@@ -195,7 +205,6 @@ class Trace:
                 inner = self._rows_per_input(a)
                 a = rearrange(a, "(batch inner) r ... -> batch (inner r) ...", inner=inner)
                 inputs.setdefault(index, []).append(a)
-        result: PerParameter = [None] * len(self.parameters)
         for index, tensors in inputs.items():
             result[index] = _joined(tensors, dim=1)
         return result

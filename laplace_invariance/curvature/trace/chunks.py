@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.recompute import pull_back_through, recomputed
@@ -115,7 +116,7 @@ def sum_over(
                 "the weights changed after fit(), so its evidence has no gradient any more; "
                 "fit again"
             )
-        _, gradients = differentiate_over(chunks, terms, cotangents, match)
+        _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
         return gradients
 
     return recomputed(evaluate, pull_back, hyper)
@@ -126,6 +127,7 @@ def differentiate_over(
     terms: Callable[[Chunk, bool], list[Tensor]],
     cotangents: Sequence[Tensor | None],
     match: Match,
+    values: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Sum terms over the chunks of a batch, and pull given cotangents of the sums back.
 
@@ -134,22 +136,25 @@ def differentiate_over(
         terms: Computes the terms of a chunk, and whether to do so differentiably.
         cotangents: A weight for each sum, or None.
         match: Layers and parameters of the model.
+        values: Whether the sums are wanted.
 
     Returns:
-        The sums without graph, and the gradient of each learnt hyperparameter.
+        The sums without graph, or an empty list, and the gradient of each learnt hyperparameter.
     """
     hyper = match.hyperparameters()
+    cotangents = [kfac.symmetrised(cotangent) for cotangent in cotangents]
     # shortcuts have no gradients of parameters, which those without a rule need
     modules = [] if match.others else list(match.model.modules())
     totals: list[Tensor] = []
     gradients = [torch.zeros_like(tensor) for tensor in hyper]
     for chunk in chunks:
         draws = replaying(chunk.tape) if chunk.tape else recording([])
-        with draws, shortcuts(modules):
+        with draws, shortcuts(modules), kfac.pulling_back(values):
             found = terms(chunk, True)
             pulled = pull_back_through(found, cotangents, hyper)
-        values = [term.detach() for term in found]
-        totals = list(map(torch.add, totals, values)) if totals else values
+        if values:
+            terms_of_chunk = [term.detach() for term in found]
+            totals = list(map(torch.add, totals, terms_of_chunk)) if totals else terms_of_chunk
         for i, gradient in enumerate(pulled):
             if gradient is not None:
                 gradients[i] = gradients[i] + gradient

@@ -8,6 +8,7 @@ computes a gradient of convolution weights that nobody asked for. Inside :func:`
 - the first derivative ``d`` of an activation is one tensor of the graph, shared by all columns,
   so that the second derivative is applied once, to the sum of what arrives at ``d``;
 - the derivative of ReLU and of max pooling depends on nothing;
+- that of an activation is applied after max pooling, where this follows, to the maxima only;
 - a convolution is a linear map, whose adjoint is a linear map.
 
 Results are the same. What a model calls as a function, not as a module, is left to autograd.
@@ -72,6 +73,54 @@ class _Detached(torch.autograd.Function):
         return result, None, None
 
 
+class _PooledActivation(torch.autograd.Function):
+    """Maxima ``y`` of an activation of ``x``, whose derivative there is ``d``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, d: Tensor, y: Tensor, indices: Tensor, module: nn.MaxPool2d
+    ) -> Tensor:
+        ctx.save_for_backward(d)
+        ctx.like = x.detach()
+        ctx.indices = indices
+        ctx.module = module
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (d,) = ctx.saved_tensors
+        x = _Unpool.apply(gradient * d, ctx.like, ctx.indices, ctx.module)
+        return x, None, None, None, None
+
+
+class _Unpool(torch.autograd.Function):
+    """The gradient of max pooling with known maxima, linear in the gradient of its output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: Tensor, like: Tensor, indices: Tensor, module: nn.MaxPool2d
+    ) -> Tensor:
+        ctx.indices = indices
+        m = module
+        sizes = (_pair(m.kernel_size), _pair(m.stride), _pair(m.padding), _pair(m.dilation))
+        return torch.ops.aten.max_pool2d_with_indices_backward(
+            gradient, like, *sizes, m.ceil_mode, indices
+        )
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
+        return _at(cotangent, ctx.indices), None, None, None
+
+
+def _pair(size: int | tuple[int, ...]) -> list[int]:
+    return [size, size] if isinstance(size, int) else list(size)
+
+
+def _at(x: Tensor, indices: Tensor) -> Tensor:
+    """Return the entries of images ``[rows, channels, ...]`` at indices into each of them."""
+    return x.flatten(2).gather(2, indices.flatten(2)).view_as(indices)
+
+
 class _Convolution(torch.autograd.Function):
     """``y = conv(x)`` with weights that need no gradient."""
 
@@ -96,6 +145,8 @@ class _ConvolutionAdjoint(torch.autograd.Function):
     ) -> Tensor:
         ctx.module = module
         ctx.weight = weight
+        if _is_grey(module):
+            return _correlate(gradient, weight, module)
         result, _, _ = torch.ops.aten.convolution_backward(
             gradient,
             like,
@@ -119,6 +170,28 @@ class _ConvolutionAdjoint(torch.autograd.Function):
         return result, None, None, None
 
 
+def _is_grey(module: nn.modules.conv._ConvNd) -> bool:
+    """Return whether a module is a plain convolution of grey images.
+
+    oneDNN has no fast gradient of these in their inputs.
+    """
+    plain = type(module) is nn.Conv2d and module.in_channels == module.groups == 1
+    ones = {*module.stride, *module.dilation} == {1}
+    return plain and ones and min(_remaining(module)) >= 0
+
+
+def _remaining(module: nn.modules.conv._ConvNd) -> list[int]:
+    """Return how far the kernel reaches beyond the padding, in each axis."""
+    assert not isinstance(module.padding, str)
+    return [k - 1 - p for k, p in zip(module.kernel_size, module.padding, strict=True)]
+
+
+def _correlate(gradient: Tensor, weight: Tensor, module: nn.modules.conv._ConvNd) -> Tensor:
+    """Return the gradient of a plain convolution in its input, as a convolution."""
+    reverse = weight.flip(2, 3).transpose(0, 1)
+    return F.conv2d(gradient, reverse, padding=_remaining(module))
+
+
 def _differentiated(args: tuple[Tensor, ...]) -> bool:
     return len(args) == 1 and args[0].requires_grad
 
@@ -135,13 +208,48 @@ def _convolution(
     return _Convolution.apply(args[0], y, module)
 
 
-def _activation(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
-    if not _differentiated(args) or getattr(module, "inplace", False):
-        return None
-    (x,) = args
-    smooth = type(module) in SMOOTH
-    (d,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=smooth, retain_graph=True)
-    return _Elementwise.apply(x, d, y)
+class _Activations:
+    """Hooks of activations, and of max pooling, which asks for the activation before it."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[Tensor, Tensor, Tensor] | None = None
+        self._pooled: dict[nn.Module, Tensor] = {}
+
+    def after_activation(
+        self, module: nn.Module, args: tuple[Tensor, ...], y: Tensor
+    ) -> Tensor | None:
+        """Share the derivative among columns."""
+        if not _differentiated(args) or getattr(module, "inplace", False):
+            return None
+        (x,) = args
+        smooth = type(module) in SMOOTH
+        (d,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=smooth, retain_graph=True)
+        output = _Elementwise.apply(x, d, y)
+        self._latest = (output, x, d)
+        return output
+
+    def before_pooling(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+        """Cut the graph off, so that maxima are found at constants."""
+        if not _differentiated(args):
+            return None
+        self._pooled[module] = args[0]
+        return (args[0].detach().requires_grad_(),)
+
+    def after_pooling(
+        self, module: nn.Module, args: tuple[Tensor, ...], y: Tensor
+    ) -> Tensor | None:
+        """Connect the graph again, to what the activation received if there was one."""
+        if module not in self._pooled:
+            return None
+        before = self._pooled.pop(module)
+        indices = getattr(y.grad_fn, "_saved_result1", None)
+        usual = type(module) is nn.MaxPool2d and before.ndim == 4
+        activated = self._latest is not None and self._latest[0] is before
+        if not usual or indices is None or not activated:
+            return _Detached.apply(before, args[0], y)
+        assert self._latest is not None
+        _, x, d = self._latest
+        return _PooledActivation.apply(x, _at(d, indices), y, indices, module)
 
 
 @contextmanager
@@ -154,27 +262,15 @@ def shortcuts(modules: Iterable[nn.Module]) -> Iterator[None]:
         modules: Modules to look for activations, max pooling and convolutions, by exact type.
     """
     handles = []
-    pooled: dict[nn.Module, Tensor] = {}
-
-    def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
-        if not _differentiated(args):
-            return None
-        pooled[module] = args[0]
-        return (args[0].detach().requires_grad_(),)
-
-    def after(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
-        if module not in pooled:
-            return None
-        return _Detached.apply(pooled.pop(module), args[0], y)
-
+    activations = _Activations()
     for module in modules:
         if type(module) in SMOOTH + PIECEWISE_LINEAR:
-            handles.append(module.register_forward_hook(_activation, prepend=True))
+            handles.append(module.register_forward_hook(activations.after_activation, prepend=True))
         elif type(module) in CONVOLUTIONS:
             handles.append(module.register_forward_hook(_convolution, prepend=True))
         elif type(module) in POOLING and not module.return_indices:
-            handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after, prepend=True))
+            handles.append(module.register_forward_pre_hook(activations.before_pooling))
+            handles.append(module.register_forward_hook(activations.after_pooling, prepend=True))
     try:
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
             yield

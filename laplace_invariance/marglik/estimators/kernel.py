@@ -28,8 +28,8 @@ class KernelBound(Estimator):
 
     The log determinant over all data is bounded by the sum of those of blocks, each of which is
     computed from the tangent kernel of a minibatch
-    (:class:`~laplace_invariance.curvature.TangentKernelBound`). Nothing is approximated by Kronecker
-    factors, decomposed or kept between minibatches; but the bound is loose for small minibatches,
+    (:class:`~laplace_invariance.curvature.TangentKernelBound`). There are no Kronecker factors, and
+    nothing is decomposed or kept between minibatches; but the bound is loose for small minibatches,
     and its gradient accordingly too large. Before every ``every``-th minibatch, hyperparameters,
     priors and noise take one step each.
 
