@@ -172,7 +172,7 @@ class _AugmentedCurvature(CurvatureInterface):
         with torch.enable_grad():
             for chunk in chunks.split(x, self._chunk_size(matched, True), self.dict_key_x):
                 targets = y[chunk.rows]
-                with self._trace(chunk.x, matched) as trace:
+                with chunk.draws(), self._trace(chunk.x, matched) as trace:
                     column = self._loss_gradient(trace.outputs, targets).detach()
                     gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
                     loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
@@ -409,13 +409,16 @@ class AugmentedGGN(_AugmentedCurvature, GGNInterface):
         return directions.unbind(-1), directions.mT @ hessian @ directions
 
     def _sampled_columns(self, outputs: Tensor) -> Sequence[Tensor]:
-        shape = (self.num_samples, *outputs.shape)
-        signs = taped(
-            lambda: torch.randint(2, shape, device=outputs.device).to(outputs.dtype) * 2 - 1
-        )
+        signs = taped(_random_signs, len(outputs), self.num_samples, outputs).movedim(1, 0)
         if self.likelihood == Likelihood.CLASSIFICATION:
             signs = kfac.sampled_directions(outputs, signs)
         return (signs / self.num_samples**0.5).unbind()
+
+
+def _random_signs(n: int, num_samples: int, like: Tensor) -> Tensor:
+    """Return random signs ``[n, num_samples, C]`` for outputs like ``[batch, C]``."""
+    shape = (n, num_samples, like.shape[-1])
+    return torch.randint(2, shape, device=like.device).to(like.dtype) * 2 - 1
 
 
 class AugmentedEF(_AugmentedCurvature, EFInterface):

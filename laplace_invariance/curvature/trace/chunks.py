@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from laplace_invariance.curvature.recompute import pull_back_through, recomputed
 from laplace_invariance.curvature.trace.calls import PerParameter, Trace
 from laplace_invariance.curvature.trace.matching import Match
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
-from laplace_invariance.draws import recording, replaying
+from laplace_invariance.draws import Tape
 from laplace_invariance.invariant import InvariantModel
 
 __all__ = [
@@ -41,12 +42,16 @@ class Chunk:
     Attributes:
         x: Inputs ``[n, ...]``, or a mapping with such tensors in it.
         rows: Their place in the batch.
-        tape: Random draws of the first pass, which the recomputation replays.
+        tape: Random draws of the whole batch, which the recomputation replays.
     """
 
     x: Any
     rows: slice
-    tape: list[Tensor] = field(default_factory=list)
+    tape: Tape
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Use the draws of these inputs inside the context."""
+        return self.tape.playing(self.rows)
 
 
 def batch_size(x: Any, key: str) -> int:
@@ -74,9 +79,10 @@ def part_of(x: Any, rows: slice) -> Any:
 
 def split(x: Any, size: int, key: str) -> list[Chunk]:
     """Split a batch into chunks of ``size`` inputs, or of one if that is less."""
-    size = max(1, size)
-    places = [slice(start, start + size) for start in range(0, batch_size(x, key), size)]
-    return [Chunk(part_of(x, rows), rows) for rows in places]
+    size, n = max(1, size), batch_size(x, key)
+    tape = Tape(n)
+    places = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+    return [Chunk(part_of(x, rows), rows, tape) for rows in places]
 
 
 def sum_over(
@@ -104,9 +110,10 @@ def sum_over(
     def evaluate() -> list[Tensor]:
         totals: list[Tensor] = []
         for chunk in chunks:
-            with recording(chunk.tape):
+            with chunk.draws():
                 found = [term.detach() for term in terms(chunk, False)]
             totals = list(map(torch.add, totals, found)) if totals else found
+        chunks[0].tape.closed = True
         return totals
 
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
@@ -130,7 +137,7 @@ def differentiate_over(
     """Sum terms over the chunks of a batch, and pull given cotangents of the sums back.
 
     Args:
-        chunks: The parts of the batch. Draws are replayed where there are any, and fresh elsewhere.
+        chunks: The parts of the batch. Draws are replayed if there were any before, else fresh.
         terms: Computes the terms of a chunk, and whether to do so differentiably.
         cotangents: A weight for each sum, or None.
         match: Layers and parameters of the model.
@@ -144,8 +151,7 @@ def differentiate_over(
     totals: list[Tensor] = []
     gradients = [torch.zeros_like(tensor) for tensor in hyper]
     for chunk in chunks:
-        draws = replaying(chunk.tape) if chunk.tape else recording([])
-        with draws, shortcuts(modules):
+        with chunk.draws(), shortcuts(modules):
             found = terms(chunk, True)
             pulled = pull_back_through(found, cotangents, hyper)
         values = [term.detach() for term in found]
