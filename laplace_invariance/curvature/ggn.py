@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from laplace.curvature.curvature import CurvatureInterface, EFInterface, GGNInterface
-from laplace.utils import Likelihood
+from laplace.utils import FeatureExtractor, Likelihood
 from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
@@ -207,7 +207,9 @@ class _AugmentedCurvature(CurvatureInterface):
 
     def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
-        return chunks.sum_over(*self._parts(structure, x, y, N))
+        x, y = chunks.kept(x, y, self.model)
+        copied = self.last_layer and isinstance(self.model, FeatureExtractor)
+        return chunks.sum_over(*self._parts(structure, x, y, N), copied)
 
     def _parts(
         self, structure: str, x: Any, y: Tensor, N: int

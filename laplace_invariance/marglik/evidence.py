@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from laplace_invariance.curvature.constant import constant_curvature
 from laplace_invariance.hyper import StepGuard
 from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.priors import Priors
@@ -171,7 +171,7 @@ class EvidenceEstimator:
     def _step_priors(self, la: Any) -> None:
         """Step prior precisions and noise on one decomposition of the curvature."""
         optimizer = self._priors.optimizer
-        with _constant_curvature(la, self._steps_hyperparameters):
+        with constant_curvature(la):
             for _ in range(self._schedule.prior_steps):
                 optimizer.zero_grad()
                 objective = -la.log_marginal_likelihood(self._priors.precision, self._priors.noise)
@@ -244,20 +244,6 @@ class EvidenceEstimator:
 def finite(value: float) -> float | None:
     """Return the value, or None if it is not finite, as JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
-
-
-@contextmanager
-def _constant_curvature(la: Any, detach: bool) -> Iterator[None]:
-    """Detach curvature and loss, so that steps on priors do not pass through the data."""
-    if not detach:
-        yield
-        return
-    curvature, loss = la.H, la.loss
-    la.H, la.loss = curvature.detach(), loss.detach()
-    try:
-        yield
-    finally:
-        la.H, la.loss = curvature, loss
 
 
 class PartlyDifferentiable:

@@ -9,15 +9,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.recompute import pull_back_through, recomputed
 from laplace_invariance.curvature.trace.calls import PerParameter, Trace
+from laplace_invariance.curvature.trace.keep import keep, keep_batch
 from laplace_invariance.curvature.trace.matching import Match
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.draws import Tape
+from laplace_invariance.hyper import hyperparameters, original_of
 from laplace_invariance.invariant import InvariantModel
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "batch_size",
     "check_finite",
     "differentiate_over",
+    "kept",
     "part_of",
     "split",
     "sum_over",
@@ -63,7 +66,8 @@ def check_finite(x: Any) -> None:
     """Raise unless all numbers of the inputs are finite."""
     for tensor in x.values() if isinstance(x, MutableMapping) else [x]:
         numbers = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        if numbers and not torch.isfinite(tensor).all():
+        # one number that is not finite makes the sum so; finite ones may do so as well, rarely
+        if numbers and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise ValueError(
                 "the input holds NaN or infinite values, which would make the evidence NaN as well"
             )
@@ -86,7 +90,10 @@ def split(x: Any, size: int, key: str) -> list[Chunk]:
 
 
 def sum_over(
-    chunks: Sequence[Chunk], terms: Callable[[Chunk, bool], list[Tensor]], match: Match
+    chunks: Sequence[Chunk],
+    terms: Callable[[Chunk, bool], list[Tensor]],
+    match: Match,
+    copied: bool = False,
 ) -> tuple[Tensor, ...]:
     """Sum terms over the chunks of a batch, as one node of the graph that recomputes them.
 
@@ -97,6 +104,8 @@ def sum_over(
         chunks: The parts of the batch.
         terms: Computes the terms of a chunk, and whether to do so differentiably.
         match: Layers and parameters of the model.
+        copied: Whether the model is laplace's copy of that of the user, whose hyperparameters
+            then get the gradient of those of the copy, too.
 
     Returns:
         The sums, differentiable with respect to the hyperparameters of the model.
@@ -105,7 +114,9 @@ def sum_over(
         RuntimeError: In the backward pass, if the weights are no longer those of the forward pass.
     """
     hyper = match.hyperparameters()
-    weights = _fingerprint(match)
+    users = _originals(match, hyper) if copied else {}
+    weights, walks = match.guards.weights(), match.guards.walks()
+    n_walks = 0
 
     def evaluate() -> list[Tensor]:
         totals: list[Tensor] = []
@@ -113,19 +124,39 @@ def sum_over(
             with chunk.draws():
                 found = [term.detach() for term in terms(chunk, False)]
             totals = list(map(torch.add, totals, found)) if totals else found
-        chunks[0].tape.closed = True
+        tape = chunks[0].tape
+        tape.closed = True
+        if hyper:
+            tape.draws = keep(tape.draws)
         return totals
 
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-        if not torch.allclose(_fingerprint(match), weights, rtol=1e-5):
-            raise RuntimeError(
-                "the weights changed after fit(), so its evidence has no gradient any more; "
-                "fit again"
-            )
+        nonlocal n_walks
+        n_walks = walks.count(n_walks, [*hyper, *users.values()])
+        match.guards.check_weights(weights)
         _, gradients = differentiate_over(chunks, terms, cotangents, match)
-        return gradients
+        theirs = [gradients[i].to(tensor, copy=True) for i, tensor in users.items()]
+        return [*gradients, *theirs]
 
-    return recomputed(evaluate, pull_back, hyper)
+    return recomputed(evaluate, pull_back, [*hyper, *users.values()])
+
+
+def kept(x: Any, y: Tensor, model: nn.Module) -> tuple[Any, Tensor]:
+    """Return inputs and targets, outside of the heap if a backward pass may need them."""
+    learnt = any(tensor.requires_grad for tensor in hyperparameters(model))
+    if learnt and torch.is_grad_enabled():
+        return keep_batch(x, y)
+    return x, y
+
+
+def _originals(match: Match, hyper: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return what hyperparameters of a copied model were copied from, by index."""
+    found = {}
+    for i, tensor in enumerate(hyper):
+        original = original_of(match.model, tensor)
+        if original is not None:
+            found[i] = original
+    return found
 
 
 def differentiate_over(
@@ -160,11 +191,6 @@ def differentiate_over(
             if gradient is not None:
                 gradients[i] = gradients[i] + gradient
     return totals, gradients
-
-
-def _fingerprint(match: Match) -> Tensor:
-    """Return numbers that show whether the weights are the same."""
-    return torch.stack([parameter.detach().abs().sum() for parameter in match.parameters])
 
 
 class ChunkedTrace:
