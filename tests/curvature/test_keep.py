@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import count
 
 import pytest
 import torch
@@ -145,6 +146,20 @@ def test_only_what_will_be_differentiated_is_kept(monkeypatch):
     model.augmentation.eta.requires_grad_(False)
     fit(model, loader)
     assert not kept
+
+
+def test_the_heap_is_trimmed_once_in_a_number_of_batches(monkeypatch):
+    calls = []
+    monkeypatch.setattr(keeping, "_malloc_trim", lambda: calls.append)
+    monkeypatch.setattr(keeping, "_batches", count(1))
+    monkeypatch.setattr(keeping, "TRIM_EVERY", 2)
+    model, loader = setting()
+    la = fit(model, loader)
+    assert calls == [0]  # three batches
+    la.log_marginal_likelihood().backward()
+    assert calls == [0, 0, 0]
+    monkeypatch.undo()
+    keeping._malloc_trim()(0)
 
 
 # The weights of a fit.

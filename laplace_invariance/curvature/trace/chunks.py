@@ -15,7 +15,7 @@ from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.recompute import pull_back_through, recomputed
 from laplace_invariance.curvature.trace.calls import PerParameter, Trace
-from laplace_invariance.curvature.trace.keep import keep, keep_batch
+from laplace_invariance.curvature.trace.keep import keep, keep_batch, trim
 from laplace_invariance.curvature.trace.matching import Match
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.draws import Tape
@@ -134,6 +134,7 @@ def sum_over(
         nonlocal n_walks
         n_walks = walks.count(n_walks, [*hyper, *users.values()])
         match.guards.check_weights(weights)
+        trim()
         _, gradients = differentiate_over(chunks, terms, cotangents, match)
         theirs = [gradients[i].to(tensor, copy=True) for i, tensor in users.items()]
         return [*gradients, *theirs]
@@ -145,6 +146,7 @@ def kept(x: Any, y: Tensor, model: nn.Module) -> tuple[Any, Tensor]:
     """Return inputs and targets, outside of the heap if a backward pass may need them."""
     learnt = any(tensor.requires_grad for tensor in hyperparameters(model))
     if learnt and torch.is_grad_enabled():
+        trim()
         return keep_batch(x, y)
     return x, y
 

@@ -4,20 +4,29 @@ A fit keeps the inputs of every batch until its backward pass. Where these are a
 the large temporaries of curvature, the allocator can neither return the space around them to the
 system nor find room there for the temporaries of the next batch, and the memory of a fit grows
 several times faster than its data. A region of its own for each batch leaves the heap as it was.
+What remains there, the small objects of the graph, still splits large blocks now and then, so from
+time to time free pages are returned to the system.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import MutableMapping, Sequence
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["keep", "keep_batch"]
+__all__ = ["keep", "keep_batch", "trim"]
 
 ALIGNMENT = 64  # bytes, as torch's own allocator has it
+TRIM_EVERY = 32  # batches; the pages that are returned are faulted in again, which takes time
+
+_batches = count(1)
 
 
 def keep(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -78,3 +87,22 @@ def _copy(tensor: Tensor, region: Tensor) -> Tensor:
     strides = torch.empty_like(tensor, device="meta").stride()
     place = region[: tensor.nbytes].view(tensor.dtype)
     return place.as_strided(tensor.shape, strides, place.storage_offset()).copy_(tensor)
+
+
+def trim() -> None:
+    """Return free pages of the heap to the system, once in a number of batches.
+
+    To be called once per batch. Only glibc needs it, and has a function for it.
+    """
+    if next(_batches) % TRIM_EVERY == 0:
+        _malloc_trim()(0)
+
+
+@lru_cache(maxsize=1)
+def _malloc_trim() -> Callable[[int], object]:
+    if sys.platform == "linux":
+        try:
+            return ctypes.CDLL(None).malloc_trim
+        except (AttributeError, OSError):  # another C library
+            pass
+    return lambda pad: None
