@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         FiniteGroup,
         Sequence,
     )
+    from laplace_invariance.curvature import constant_curvature
     from laplace_invariance.hyper import (
         Hyperparameterised,
         hyperparameters,
@@ -42,6 +43,7 @@ __all__ = [
     "Hyperparameterised",
     "InvariantModel",
     "Sequence",
+    "constant_curvature",
     "curvature",
     "hyperparameters",
     "layers",
@@ -76,6 +78,7 @@ _HOMES = {
     "Hyperparameterised": "hyper",
     "InvariantModel": "invariant",
     "Sequence": "augmentations",
+    "constant_curvature": "curvature",
     "hyperparameters": "hyper",
     "learning": "hyper",
     "marglik_training": "marglik",

@@ -2,7 +2,9 @@
 
 Draws never depend on hyperparameters. They are points of the cube ``[-1, 1]^k``, fresh for every
 input where gradients are enabled and one fixed, even set elsewhere, so that predictions repeat. A
-curvature pass records its draws on a tape, from which its backward pass replays them.
+curvature pass records its draws on a tape, from which its backward pass replays them. They belong
+to the inputs: how a batch is split into chunks does not change which input gets which draw, and
+how a data set is split into batches does not either, for a model that draws in one place.
 
 Functions that draw take the number of dimensions ``k`` and a tensor ``like`` whose dtype and
 device the draws get.
@@ -14,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -22,9 +25,12 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 __all__ = [
+    "Tape",
     "are_fixed",
+    "common_draws",
     "fixed_cube",
     "fixed_draws",
+    "generator_of_draws",
     "grid_cube",
     "recording",
     "replaying",
@@ -35,9 +41,73 @@ __all__ = [
 
 SOBOL_SEED = 0
 
-# "fixed", a list to record draws on, an iterator to replay them from, or None
-Source = Literal["fixed"] | list[Tensor] | Iterator[Tensor] | None
+
+@dataclass(frozen=True)
+class _Part:
+    """Some inputs of a batch of ``n`` inputs."""
+
+    rows: slice
+    n: int
+
+    def per_input(self, n_rows: int) -> int:
+        """Return how many draws belong to one input, if the part asks for ``n_rows``.
+
+        They are several inside of another average, or where positions are in the batch axis.
+        """
+        size = self.rows.stop - self.rows.start
+        if n_rows % size:
+            raise ValueError(
+                f"draws for {n_rows} rows were asked for in a chunk of {size} inputs; their number "
+                "must be a multiple of that of the inputs"
+            )
+        return n_rows // size
+
+    def of(self, draws: Tensor, n_rows: int) -> Tensor:
+        """Return the draws of this part, if those of the batch are not shared by all inputs."""
+        inner = self.per_input(n_rows)
+        if len(draws) == 1:
+            return draws
+        return draws[self.rows.start * inner : self.rows.stop * inner]
+
+
+@dataclass
+class _Pass:
+    """A pass over a batch, or over a part of it, that replays draws and may record further ones."""
+
+    draws: list[Tensor]
+    records: bool
+    position: int = 0
+    part: _Part | None = None
+
+    def draw(self, fresh: Callable[..., Tensor], n: int, *rest: object) -> Tensor:
+        if self.position == len(self.draws):
+            self.draws.append(self._fresh(fresh, n, *rest))
+        found = self.draws[self.position]
+        self.position += 1
+        if self.part is None:
+            return found
+        return self.part.of(found, n)
+
+    def _fresh(self, fresh: Callable[..., Tensor], n: int, *rest: object) -> Tensor:
+        """Draw for the whole batch."""
+        if not self.records:
+            raise RuntimeError(
+                "the model draws more often than in the pass that was recorded, "
+                "so it cannot be replayed"
+            )
+        if self.part is not None:
+            n = self.part.per_input(n) * self.part.n
+        draws = fresh(n, *rest)
+        if len(draws) not in (1, n):
+            raise ValueError(f"draws for {n} rows must have as many or one, got {len(draws)}")
+        return draws
+
+
+Source = Literal["fixed"] | _Pass | None
 _source: ContextVar[Source] = ContextVar("laplace_invariance_draws", default=None)
+_common: ContextVar[torch.Generator | None] = ContextVar(
+    "laplace_invariance_common_draws", default=None
+)
 
 
 @contextmanager
@@ -55,13 +125,70 @@ def fixed_draws() -> AbstractContextManager[None]:
 
 
 def recording(tape: list[Tensor]) -> AbstractContextManager[None]:
-    """Append draws inside the context to ``tape``, as the first pass over a batch does."""
-    return _using(tape)
+    """Append draws inside the context to ``tape``, as they are asked for."""
+    return _using(_Pass(tape, records=True, position=len(tape)))
 
 
 def replaying(tape: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Replay draws inside the context from ``tape``, in order, as the backward pass does."""
-    return _using(iter(tape))
+    """Replay draws inside the context from ``tape``, in order."""
+    return _using(_Pass(list(tape), records=False))
+
+
+class Tape:
+    """The draws of a batch that is run in parts: each is made once, for all inputs.
+
+    The first part that asks draws for the whole batch, and every part gets the rows of its own
+    inputs. So under one seed an input has the same draws, whatever the parts are.
+
+    Args:
+        n: Number of inputs in the batch.
+
+    Attributes:
+        draws: Draws ``[n * inner or 1, ...]``, in the order in which they were asked for.
+        closed: Whether all parts have run, so that later passes may only replay.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.draws: list[Tensor] = []
+        self.closed = False
+
+    def playing(self, rows: slice) -> AbstractContextManager[None]:
+        """Use the draws of these inputs inside the context, and record new ones until closed."""
+        part = _Part(slice(*rows.indices(self.n)), self.n)
+        return _using(_Pass(self.draws, records=not self.closed, part=part))
+
+
+@contextmanager
+def common_draws(seed: int) -> Iterator[None]:
+    """Take the fresh draws of all augmentations inside the context from one seeded generator.
+
+    Two evidences that are estimated with the same seed see the same transformations, so that
+    their difference is not one of draws::
+
+        for structure in ("kron", "diag"):
+            with common_draws(0):
+                la = Laplace(model, "classification", "all", structure, backend=AugmentedGGN)
+                la.fit(loader)
+
+    Neither torch's default generator nor those of models are used or changed, and nothing but
+    augmentations draws from this one: an estimate with random directions (``stochastic=True``)
+    sees the transformations of the exact one.
+
+    Args:
+        seed: Seed of the generator, which is on the CPU; draws are moved to the device.
+    """
+    token = _common.set(torch.Generator().manual_seed(seed))
+    try:
+        yield
+    finally:
+        _common.reset(token)
+
+
+def generator_of_draws(own: torch.Generator | None) -> torch.Generator | None:
+    """Return the generator of :func:`common_draws` inside its context, and ``own`` elsewhere."""
+    common = _common.get()
+    return own if common is None else common
 
 
 def are_fixed() -> bool:
@@ -76,38 +203,25 @@ def are_fixed() -> bool:
     return source == "fixed"
 
 
-def taped(fresh: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Return ``fresh(*arguments)``, recorded or replayed inside these contexts.
+def taped(fresh: Callable[..., Tensor], n: int, *rest: object) -> Tensor:
+    """Return ``fresh(n, *rest)``, recorded or replayed inside a pass over a batch.
+
+    Args:
+        fresh: Function that draws ``[n, ...]``, or ``[1, ...]`` to be shared by all rows.
+        n: Number of rows: that of the inputs, or a multiple of it.
+        *rest: Further arguments of ``fresh``.
+
+    Returns:
+        The draws ``[n or 1, ...]``. In a part of a batch they are rows of the batch's draws.
 
     Raises:
         RuntimeError: If there are more draws than were recorded.
+        ValueError: If draws do not belong to inputs: their number is no multiple.
     """
     source = _source.get()
-    if isinstance(source, Iterator):
-        replayed = next(source, None)
-        if replayed is None:
-            raise RuntimeError(
-                "the model draws more often than in the pass that was recorded, "
-                "so it cannot be replayed"
-            )
-        return replayed
-    draw = fresh(*arguments)
-    if isinstance(source, list):
-        source.append(draw)
-    return draw
-
-
-_common: ContextVar[torch.Generator | None] = ContextVar("laplace_invariance_common", default=None)
-
-
-@contextmanager
-def common_draws(seed: int) -> Iterator[None]:
-    """Draw for all augmentations inside the context from one generator with this seed."""
-    token = _common.set(torch.Generator().manual_seed(seed))
-    try:
-        yield
-    finally:
-        _common.reset(token)
+    if isinstance(source, _Pass):
+        return source.draw(fresh, n, *rest)
+    return fresh(n, *rest)
 
 
 def uniform(
@@ -118,7 +232,6 @@ def uniform(
     high: float = 1.0,
 ) -> Tensor:
     """Return independent uniform draws from ``[low, high)``."""
-    generator = _common.get() or generator
     device = like.device if generator is None else generator.device
     draws = torch.rand(shape, generator=generator, device=device, dtype=like.dtype)
     return ((high - low) * draws + low).to(like.device)
@@ -132,7 +245,12 @@ def sample_cube(
     like: Tensor,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return fresh draws ``[n, n_samples, k]``, ``"independent"`` or ``"sobol"``."""
+    """Return fresh draws ``[n, n_samples, k]``, ``"independent"`` or ``"sobol"``.
+
+    Each input uses numbers of its own that follow each other, so that under one seed its draws do
+    not depend on how many inputs are drawn for at once.
+    """
+    generator = generator_of_draws(generator)
     if kind == "sobol":
         return _stratified(n, n_samples, dimensions, like, generator)
     return uniform((n, n_samples, dimensions), like, generator)
@@ -151,8 +269,8 @@ def _stratified(
     function has a variance of order ``n_samples^-3`` along one axis, where independent draws have
     ``n_samples^-1`` and a Sobol set that is only shifted has ``n_samples^-2``.
     """
-    shift = uniform((n, 1, dimensions), like, generator, low=0.0)
-    inside = uniform((n, n_samples, dimensions), like, generator, low=0.0)
+    numbers = uniform((n, n_samples + 1, dimensions), like, generator, low=0.0)
+    shift, inside = numbers[:, :1], numbers[:, 1:]
     parts = (shift * n_samples).long().clamp(max=n_samples - 1)
     return 2 * (_exchanged(n_samples, parts) + inside) / n_samples - 1
 

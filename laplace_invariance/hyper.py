@@ -14,26 +14,35 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "Hyperparameterised",
     "Learner",
     "StepGuard",
+    "being_learnt",
     "differentiable",
     "hyperparameters",
     "learning",
     "named_hyperparameters",
+    "original_of",
 ]
 
 logger = logging.getLogger(__name__)
 
 _being_learnt: set[int] = set()  # ids of tensors inside a learning() context
+# Deep copies, and the modules that they were made of; neither keeps the other alive.
+_originals: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = WeakKeyDictionary()
 _differentiable: ContextVar[bool] = ContextVar("laplace_invariance_differentiable", default=False)
 
 
@@ -80,6 +89,17 @@ class Hyperparameterised(nn.Module):
 
     def project_(self) -> None:
         """Bring hyperparameters back into their domain, in place; called after every step."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # as the default, but the copy is known as one: see original_of
+        reduced = self.__reduce_ex__(4)
+        assert not isinstance(reduced, str)
+        make, arguments, state, *_ = reduced
+        copied = make(*arguments)
+        memo[id(self)] = copied
+        copied.__setstate__(deepcopy(state, memo))
+        _originals[copied] = ref(self)
+        return copied
 
     def _own_hyperparameters(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(name) for name in self._hyperparameter_names}
@@ -137,6 +157,36 @@ def hyperparameters(module: nn.Module) -> Iterator[Tensor]:
     """Yield every hyperparameter of ``module``, each tensor once."""
     for _, _, tensor in _owned_hyperparameters(module):
         yield tensor
+
+
+def original_of(module: nn.Module, tensor: Tensor) -> Tensor | None:
+    """Return the hyperparameter that one of a deep copy was copied from.
+
+    laplace-torch makes such a copy for its approximations of the last layer. Otherwise copies are
+    independent of what they were made of.
+
+    Args:
+        module: The copy, or a module with it inside.
+        tensor: A hyperparameter of it.
+
+    Returns:
+        The tensor of the original, or None if ``tensor`` is not that of a copy, or if the original
+        is gone, has another shape by now or does not require grad.
+    """
+    for name, owner, found in _owned_hyperparameters(module):
+        source = _originals.get(owner)
+        original = None if source is None else source()
+        if found is not tensor or not isinstance(original, Hyperparameterised):
+            continue
+        theirs = original._own_hyperparameters().get(name.rpartition(".")[2])
+        if theirs is not None and theirs.shape == tensor.shape and theirs.requires_grad:
+            return theirs
+    return None
+
+
+def being_learnt(tensors: Iterable[Tensor]) -> bool:
+    """Return whether one of the tensors is inside a :func:`learning` context."""
+    return any(id(tensor) in _being_learnt for tensor in tensors)
 
 
 class StepGuard:
@@ -256,7 +306,7 @@ class Learner:
         self.history[name].append(_on_cpu(tensor))
 
     def __enter__(self) -> Learner:
-        if any(id(tensor) in _being_learnt for _, _, tensor in self._owned):
+        if being_learnt(tensor for _, _, tensor in self._owned):
             raise RuntimeError(
                 "a hyperparameter of this model is being learnt already; "
                 "leave that learning() context first"

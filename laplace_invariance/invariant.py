@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import Augmentation, check_n_samples
-from laplace_invariance.draws import are_fixed, taped
+from laplace_invariance.draws import are_fixed, generator_of_draws, taped
 
 __all__ = ["LEVELS", "InvariantModel", "Levels", "SampleMean"]
 
@@ -77,7 +77,8 @@ class InvariantModel(nn.Module):
         """Return the draws for ``n`` inputs: fixed, fresh, or replayed by a curvature pass."""
         if are_fixed():
             return self.augmentation.fixed(self.n_samples)
-        return taped(self.augmentation.sample, n, self.n_samples, self.generator)
+        generator = generator_of_draws(self.generator)
+        return taped(self.augmentation.sample, n, self.n_samples, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the averaged outputs ``[n, outputs]`` of inputs ``x`` ``[n, ...]``."""

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
+import laplace_invariance as li
 from laplace_invariance.draws import (
+    Tape,
     are_fixed,
+    common_draws,
     fixed_cube,
     fixed_draws,
     recording,
@@ -101,7 +105,7 @@ def test_draws_are_fixed_without_gradients_unless_taped():
 def test_a_tape_is_replayed_in_order_and_has_an_end():
     tape = []
     with recording(tape):
-        first, second = taped(torch.rand, 3), taped(lambda: torch.rand(2))
+        first, second = taped(torch.rand, 3), taped(torch.rand, 2)
     assert tape == [first, second]
     with replaying(tape):
         assert taped(torch.rand, 3) is first
@@ -111,3 +115,88 @@ def test_a_tape_is_replayed_in_order_and_has_an_end():
         ):
             taped(torch.rand, 1)
     assert len(tape) == 2
+
+
+# Draws belong to inputs: neither chunks nor batches decide them.
+
+
+@pytest.mark.parametrize("kind", ["independent", "sobol"])
+@pytest.mark.parametrize("n_samples", [5, 8])
+def test_draws_do_not_depend_on_batches(kind, n_samples):
+    def drawn(size):
+        generator = torch.Generator().manual_seed(3)
+        sizes = [len(part) for part in torch.zeros(20).split(size)]
+        parts = [sample_cube(kind, n, n_samples, 3, LIKE, generator) for n in sizes]
+        return torch.cat(parts)
+
+    for size in (1, 3, 7):
+        assert torch.equal(drawn(size), drawn(20))
+
+
+def parts_of(n, size):
+    return [slice(start, start + size) for start in range(0, n, size)]
+
+
+@pytest.mark.parametrize("inner", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 5, 7])
+def test_parts_of_a_batch_get_the_rows_of_its_draws(size, inner):
+    tape, found = Tape(7), []
+    torch.manual_seed(1)
+    for rows in parts_of(7, size):
+        n = len(range(7)[rows])
+        with tape.playing(rows):
+            found.append((taped(torch.rand, n, 2), taped(torch.rand, inner * n, 3)))
+            assert torch.equal(taped(lambda n: torch.arange(4).view(1, 4), n)[0], torch.arange(4))
+    torch.manual_seed(1)
+    expected = torch.rand(7, 2), torch.rand(7 * inner, 3)
+    for actual, whole in zip(zip(*found, strict=True), expected, strict=True):
+        assert torch.equal(torch.cat(actual), whole)
+
+
+def test_a_closed_tape_only_replays():
+    tape = Tape(4)
+    with tape.playing(slice(2, 4)):
+        last = taped(torch.rand, 2)
+    tape.closed = True
+    with tape.playing(slice(2, 4)):
+        assert torch.equal(taped(torch.rand, 2), last)
+        with pytest.raises(RuntimeError, match="draws more often"):
+            taped(torch.rand, 2)
+
+
+def test_draws_that_belong_to_no_input_are_refused():
+    with Tape(6).playing(slice(0, 2)):
+        with pytest.raises(ValueError, match="3 rows were asked for in a chunk of 2"):
+            taped(torch.rand, 3)
+        with pytest.raises(ValueError, match="draws for 6 rows must have as many or one, got 5"):
+            taped(lambda n: torch.rand(5), 2)
+
+
+@pytest.mark.parametrize("kind", ["independent", "sobol"])
+def test_common_draws_depend_on_their_seed_only(kind):
+    augmentation = li.AffinePoints(init=0.3, draws=kind)
+
+    def drawn(seed, own=None):
+        model = li.InvariantModel(nn.Identity(), augmentation, 4, generator=own)
+        with common_draws(seed):
+            draws = model.draw(3), augmentation(torch.ones(5, 2))
+        return torch.cat([tensor.detach().flatten() for tensor in draws])
+
+    first = drawn(1)
+    state, own = torch.get_rng_state(), torch.Generator().manual_seed(2)
+    before = own.get_state()
+    assert torch.equal(drawn(1, own), first)
+    assert not torch.equal(drawn(2), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(own.get_state(), before)
+    with common_draws(1):
+        assert torch.equal(augmentation.sample(3, 4).flatten(), first[: 3 * 4 * 6])
+    assert not torch.equal(augmentation.sample(3, 4).flatten(), first[: 3 * 4 * 6])
+
+
+def test_common_draws_choose_elements_of_a_group():
+    group, own = li.FiniteGroup("all", init=1.0), torch.Generator()
+    with common_draws(1):
+        first = group.draw_one(50)
+    with common_draws(1):
+        assert torch.equal(group.draw_one(50, own), first)

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laplace_invariance.draws import fixed_cube, grid_cube, sample_cube, taped
+from laplace_invariance.draws import (
+    fixed_cube,
+    generator_of_draws,
+    grid_cube,
+    sample_cube,
+    taped,
+)
 from laplace_invariance.hyper import Hyperparameterised, hyperparameters
 
 if TYPE_CHECKING:
@@ -118,7 +124,8 @@ class Augmentation(Hyperparameterised):
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform each input of ``x`` ``[n, ...]`` once, by a fresh draw."""
-        return self.transform(x, taped(self.draw_one, len(x), generator)).squeeze(1)
+        draws = taped(self.draw_one, len(x), generator_of_draws(generator))
+        return self.transform(x, draws).squeeze(1)
 
     def frozen(self) -> Self:
         """Return a copy that has nothing to learn and does not change when this one learns."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_invariance.augmentations.base import Augmentation, check_draws
+from laplace_invariance.draws import generator_of_draws
 
 __all__ = ["FiniteGroup"]
 
@@ -106,6 +107,7 @@ class FiniteGroup(Augmentation):
     def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return for each of ``n`` images one element, drawn by weight, ``[n, 1]``."""
         weights = self.weights(len(self.names)).detach()
+        generator = generator_of_draws(generator)
         device = weights.device if generator is None else generator.device
         draws = torch.multinomial(weights.to(device), n, replacement=True, generator=generator)
         return draws.to(weights.device).unsqueeze(1)

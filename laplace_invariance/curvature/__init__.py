@@ -38,6 +38,7 @@ from importlib import import_module
 
 from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.curvature.check import check_model
+from laplace_invariance.curvature.constant import constant_curvature
 from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
 from laplace_invariance.curvature.kron import (
     DifferentiableKron,
@@ -67,6 +68,7 @@ __all__ = [
     "MatrixBlock",
     "TangentKernelBound",
     "check_model",
+    "constant_curvature",
     "load_state_dict",
     "register_rule",
 ]

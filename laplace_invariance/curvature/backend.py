@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from laplace.curvature.curvature import CurvatureInterface
-from laplace.utils import Likelihood
+from laplace.utils import FeatureExtractor, Likelihood
 from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
@@ -172,7 +172,7 @@ class AugmentedCurvature(CurvatureInterface):
         with torch.enable_grad():
             for chunk in self._split(x, matched, explicit=True):
                 targets = y[chunk.rows]
-                with self._trace(chunk.x, matched) as trace:
+                with chunk.draws(), self._trace(chunk.x, matched) as trace:
                     column = self._loss_gradient(trace.outputs, targets).detach()
                     gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
                     loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
@@ -217,7 +217,9 @@ class AugmentedCurvature(CurvatureInterface):
 
     def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
-        return chunks.sum_over(*self._parts(structure, x, y, N))
+        x, y = chunks.kept(x, y, self.model)
+        copied = self.last_layer and isinstance(self.model, FeatureExtractor)
+        return chunks.sum_over(*self._parts(structure, x, y, N), copied)
 
     def _parts(
         self, structure: str, x: Any, y: Tensor, N: int

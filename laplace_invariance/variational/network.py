@@ -147,6 +147,10 @@ class ShallowNetwork(Hyperparameterised):
         warped = rearrange(warped, "1 s (r c) h w -> s r c h w", r=len(blurred))
         return warped * torch.linalg.det(inverse[0]).to(warped).view(-1, 1, 1, 1, 1)
 
+    def _shared_draws(self, n: int) -> Tensor:
+        """Return fresh draws ``[1, samples, k]`` for all of ``n`` inputs."""
+        return self.augmentation.sample(1, self.n_samples, self.generator)
+
     def features(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
         """Return the features ``[n, n_features]`` of inputs, averaged over transformations.
 
@@ -160,7 +164,7 @@ class ShallowNetwork(Hyperparameterised):
         if draws is None and are_fixed():
             draws = self.augmentation.fixed(self.n_samples)
         elif draws is None:
-            draws = taped(self.augmentation.sample, 1, self.n_samples, self.generator)
+            draws = taped(self._shared_draws, len(x))
         weight, bias = self.transformed_weights(draws)
         rows = rearrange(weight, "s r ... -> (s r) (...)")
         hidden = rearrange(x.flatten(1) @ rows.mT, "n (s r) -> n s r", s=len(weight)) + bias

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.recompute import pull_back_through, recomputed
 from laplace_invariance.curvature.trace.calls import PerParameter, Trace
+from laplace_invariance.curvature.trace.keep import keep, keep_batch, trim
 from laplace_invariance.curvature.trace.matching import Match
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
-from laplace_invariance.draws import recording, replaying
+from laplace_invariance.draws import Tape
+from laplace_invariance.hyper import hyperparameters, original_of
 from laplace_invariance.invariant import InvariantModel
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "batch_size",
     "check_finite",
     "differentiate_over",
+    "kept",
     "part_of",
     "split",
     "sum_over",
@@ -42,12 +46,16 @@ class Chunk:
     Attributes:
         x: Inputs ``[n, ...]``, or a mapping with such tensors in it.
         rows: Their place in the batch.
-        tape: Random draws of the first pass, which the recomputation replays.
+        tape: Random draws of the whole batch, which the recomputation replays.
     """
 
     x: Any
     rows: slice
-    tape: list[Tensor] = field(default_factory=list)
+    tape: Tape
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Use the draws of these inputs inside the context."""
+        return self.tape.playing(self.rows)
 
 
 def batch_size(x: Any, key: str) -> int:
@@ -59,7 +67,8 @@ def check_finite(x: Any) -> None:
     """Raise unless all numbers of the inputs are finite."""
     for tensor in x.values() if isinstance(x, MutableMapping) else [x]:
         numbers = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        if numbers and not torch.isfinite(tensor).all():
+        # one number that is not finite makes the sum so; finite ones may do so as well, rarely
+        if numbers and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise ValueError(
                 "the input holds NaN or infinite values, which would make the evidence NaN as well"
             )
@@ -75,13 +84,17 @@ def part_of(x: Any, rows: slice) -> Any:
 
 def split(x: Any, size: int, key: str) -> list[Chunk]:
     """Split a batch into chunks of ``size`` inputs, or of one if that is less."""
-    size = max(1, size)
-    places = [slice(start, start + size) for start in range(0, batch_size(x, key), size)]
-    return [Chunk(part_of(x, rows), rows) for rows in places]
+    size, n = max(1, size), batch_size(x, key)
+    tape = Tape(n)
+    places = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+    return [Chunk(part_of(x, rows), rows, tape) for rows in places]
 
 
 def sum_over(
-    chunks: Sequence[Chunk], terms: Callable[[Chunk, bool], list[Tensor]], match: Match
+    chunks: Sequence[Chunk],
+    terms: Callable[[Chunk, bool], list[Tensor]],
+    match: Match,
+    copied: bool = False,
 ) -> tuple[Tensor, ...]:
     """Sum terms over the chunks of a batch, as one node of the graph that recomputes them.
 
@@ -92,6 +105,8 @@ def sum_over(
         chunks: The parts of the batch.
         terms: Computes the terms of a chunk, and whether to do so differentiably.
         match: Layers and parameters of the model.
+        copied: Whether the model is laplace's copy of that of the user, whose hyperparameters
+            then get the gradient of those of the copy, too.
 
     Returns:
         The sums, differentiable with respect to the hyperparameters of the model.
@@ -100,26 +115,51 @@ def sum_over(
         RuntimeError: In the backward pass, if the weights are no longer those of the forward pass.
     """
     hyper = match.hyperparameters()
-    weights = _fingerprint(match)
+    users = _originals(match, hyper) if copied else {}
+    weights, walks = match.guards.weights(), match.guards.walks()
+    n_walks = 0
 
     def evaluate() -> list[Tensor]:
         totals: list[Tensor] = []
         for chunk in chunks:
-            with recording(chunk.tape):
+            with chunk.draws():
                 found = [term.detach() for term in terms(chunk, False)]
             totals = list(map(torch.add, totals, found)) if totals else found
+        tape = chunks[0].tape
+        tape.closed = True
+        if hyper:
+            tape.draws = keep(tape.draws)
         return totals
 
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-        if not torch.allclose(_fingerprint(match), weights, rtol=1e-5):
-            raise RuntimeError(
-                "the weights changed after fit(), so its evidence has no gradient any more; "
-                "fit again"
-            )
+        nonlocal n_walks
+        n_walks = walks.count(n_walks, [*hyper, *users.values()])
+        match.guards.check_weights(weights)
+        trim()
         _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
-        return gradients
+        theirs = [gradients[i].to(tensor, copy=True) for i, tensor in users.items()]
+        return [*gradients, *theirs]
 
-    return recomputed(evaluate, pull_back, hyper)
+    return recomputed(evaluate, pull_back, [*hyper, *users.values()])
+
+
+def kept(x: Any, y: Tensor, model: nn.Module) -> tuple[Any, Tensor]:
+    """Return inputs and targets, outside of the heap if a backward pass may need them."""
+    learnt = any(tensor.requires_grad for tensor in hyperparameters(model))
+    if learnt and torch.is_grad_enabled():
+        trim()
+        return keep_batch(x, y)
+    return x, y
+
+
+def _originals(match: Match, hyper: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return what hyperparameters of a copied model were copied from, by index."""
+    found = {}
+    for i, tensor in enumerate(hyper):
+        original = original_of(match.model, tensor)
+        if original is not None:
+            found[i] = original
+    return found
 
 
 def differentiate_over(
@@ -132,7 +172,7 @@ def differentiate_over(
     """Sum terms over the chunks of a batch, and pull given cotangents of the sums back.
 
     Args:
-        chunks: The parts of the batch. Draws are replayed where there are any, and fresh elsewhere.
+        chunks: The parts of the batch. Draws are replayed if there were any before, else fresh.
         terms: Computes the terms of a chunk, and whether to do so differentiably.
         cotangents: A weight for each sum, or None.
         match: Layers and parameters of the model.
@@ -148,8 +188,7 @@ def differentiate_over(
     totals: list[Tensor] = []
     gradients = [torch.zeros_like(tensor) for tensor in hyper]
     for chunk in chunks:
-        draws = replaying(chunk.tape) if chunk.tape else recording([])
-        with draws, shortcuts(modules), kfac.pulling_back(values):
+        with chunk.draws(), shortcuts(modules), kfac.pulling_back(values):
             found = terms(chunk, True)
             pulled = pull_back_through(found, cotangents, hyper)
         if values:
@@ -159,11 +198,6 @@ def differentiate_over(
             if gradient is not None:
                 gradients[i] = gradients[i] + gradient
     return totals, gradients
-
-
-def _fingerprint(match: Match) -> Tensor:
-    """Return numbers that show whether the weights are the same."""
-    return torch.stack([parameter.detach().abs().sum() for parameter in match.parameters])
 
 
 class ChunkedTrace:

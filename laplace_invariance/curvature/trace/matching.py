@@ -17,6 +17,7 @@ from laplace_invariance.curvature.rules import (
     blocks_of,
 )
 from laplace_invariance.curvature.trace.calls import Call, Layers, backpropagate
+from laplace_invariance.curvature.trace.guards import Guards
 from laplace_invariance.draws import fixed_draws
 from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.invariant import InvariantModel
@@ -128,6 +129,7 @@ class Match:
         n_inputs: Number of inputs that this was verified on.
         n_outputs: Number of outputs of the model.
         size: Number of elements of all captured layers' outputs, per input.
+        guards: Guards of the weights and of backward passes.
     """
 
     model: nn.Module
@@ -140,6 +142,7 @@ class Match:
     n_inputs: int
     n_outputs: int
     size: int
+    guards: Guards
 
     def hyperparameters(self) -> list[Tensor]:
         """Return the hyperparameters of the model that are learnt."""
@@ -196,6 +199,7 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
         n_inputs=len(outputs),
         n_outputs=outputs.shape[-1],
         size=sum(call.output.numel() for call in calls) // len(outputs) + 1,
+        guards=Guards(parameters),
     )
 
 

@@ -1,0 +1,104 @@
+"""What the nodes of a fit share: whether the weights changed, and how often they were run back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from laplace_invariance.hyper import being_learnt
+
+__all__ = ["MANY_WALKS", "Guards", "Walks"]
+
+MANY_WALKS = 4  # backward passes through one fit, from which on they seem to be a mistake
+
+
+class Guards:
+    """Guards of all fits of one backend.
+
+    Args:
+        parameters: Parameters whose values a fit depends on.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._seen: list[object] = []
+        self._sums: Tensor | None = None
+        self._walks = Walks()
+
+    def weights(self) -> Tensor:
+        """Return numbers that show whether the weights are the same.
+
+        They are sums over all weights. As long as nothing was written to the parameters, as far
+        as versions, addresses and first entries tell, it is the same tensor as before.
+        """
+        seen = self._look()
+        if self._sums is None or seen != self._seen:
+            sums = [parameter.detach().abs().sum() for parameter in self._parameters]
+            self._seen, self._sums = seen, torch.stack(sums)
+        return self._sums
+
+    def _look(self) -> list[object]:
+        """Return what changes if a parameter is written to; ``.data`` has no version."""
+        seen: list[object] = []
+        entries = []
+        for parameter in self._parameters:
+            seen.append((parameter._version, parameter.data_ptr()))
+            if parameter.numel():
+                entries.append(parameter.detach()[(0,) * parameter.ndim])
+        return [*seen, *torch.stack(entries).tolist()]
+
+    def check_weights(self, before: Tensor) -> None:
+        """Raise unless the weights are those of which :meth:`weights` returned ``before``.
+
+        Predictions of laplace put other weights in and these back, so values decide in the end.
+        """
+        now = self.weights()
+        if now is not before and not torch.allclose(now, before, rtol=1e-5):
+            raise RuntimeError(
+                "the weights changed after fit(), so its evidence has no gradient any more; "
+                "fit again"
+            )
+
+    def walks(self) -> Walks:
+        """Return the walks of the present fit; a batch after a backward pass begins another."""
+        if self._walks.begun:
+            self._walks = Walks()
+        return self._walks
+
+
+class Walks:
+    """Backward passes through one fit, each of which runs all batches again.
+
+    Attributes:
+        begun: Whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._warned = False
+
+    def count(self, before: int, hyperparameters: Iterable[Tensor]) -> int:
+        """Count a walk through a batch, and warn, once per fit, if there are many.
+
+        Args:
+            before: Number of walks through this batch so far.
+            hyperparameters: Tensors whose gradient is computed.
+
+        Returns:
+            The number of walks now; those of :func:`~laplace_invariance.learning` do not count.
+        """
+        self.begun = True
+        if being_learnt(hyperparameters):
+            return before
+        if before + 1 >= MANY_WALKS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"this is backward pass {before + 1} through one fit, and each runs the model on "
+                "all batches for the gradient of its hyperparameters; where only the prior or the "
+                "noise is optimised, `with laplace_invariance.constant_curvature(la):` saves that",
+                stacklevel=2,
+            )
+        return before + 1

@@ -1,0 +1,200 @@
+"""Batches are kept outside of the heap, and a fit notices whether its weights are the same."""
+
+import gc
+import weakref
+from itertools import count
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_invariance as li
+from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.curvature.trace import keep as keeping
+from laplace_invariance.curvature.trace.guards import Guards
+from laplace_invariance.curvature.trace.keep import keep, keep_batch
+
+
+def test_copies_are_equal_and_in_one_region():
+    tensors = [
+        torch.randn(3, 5),
+        torch.randint(9, (7,)),
+        torch.rand(2, 3) > 0.5,
+        torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.randn(5, 7).mT,
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.randn(3, dtype=torch.complex64),
+    ]
+    copies = keep(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy, tensor)
+        assert (copy.dtype, copy.stride()) == (tensor.dtype, tensor.stride())
+        assert copy.data_ptr() != tensor.data_ptr()
+        assert copy.data_ptr() % 64 == 0
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+
+
+def test_what_is_not_in_the_heap_is_left_alone():
+    whole = torch.randn(10, 3)
+    others = [
+        whole[2:5],
+        torch.zeros(0),
+        torch.ones(2, requires_grad=True),
+        torch.ones(1).expand(4),
+    ]
+    others.append(torch.empty(3, device="meta"))
+    for kept, tensor in zip(keep(others), others, strict=True):
+        assert kept is tensor
+    first, second = keep([whole, whole])
+    assert first is second
+
+
+def test_mappings_keep_their_type_and_what_is_not_a_tensor():
+    class Batch(dict):
+        pass
+
+    y = torch.arange(3)
+    x, targets = keep_batch(Batch(ids=torch.randn(3, 2), labels=y, note="n"), y)
+    assert type(x) is Batch
+    assert x["note"] == "n"
+    assert x["labels"] is targets
+    assert torch.equal(targets, y)
+
+
+def test_the_region_is_freed_with_the_last_copy(monkeypatch):
+    regions = []
+
+    class Region(keeping.mmap.mmap):
+        def __new__(cls, *args, **kwargs):
+            made = super().__new__(cls, *args, **kwargs)
+            regions.append(weakref.ref(made))
+            return made
+
+    monkeypatch.setattr(keeping.mmap, "mmap", Region)
+    first, second = keep([torch.randn(3), torch.randn(4)])
+    row = second[1:]
+    del first, second
+    assert regions[0]() is not None
+    assert torch.isfinite(row).all()
+    del row
+    gc.collect()
+    assert regions[0]() is None
+
+
+def setting():
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = li.InvariantModel(net, li.AffinePoints(init=0.3), 4)
+    data = TensorDataset(torch.randn(20, 2), torch.randint(3, (20,)))
+    return model, DataLoader(data, batch_size=7)
+
+
+def fit(model, loader):
+    torch.manual_seed(3)
+    la = Laplace(model, "classification", "all", "kron", backend=AugmentedGGN)
+    la.fit(loader)
+    return la
+
+
+class OneBuffer:
+    """A loader that puts every batch into the same tensors."""
+
+    def __init__(self, loader):
+        self.dataset, self._batches = loader.dataset, list(loader)[:2]
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        x, y = (torch.zeros_like(tensor) for tensor in self._batches[0])
+        for batch in self._batches:
+            x.copy_(batch[0])
+            y.copy_(batch[1])
+            yield x, y
+
+
+def test_a_loader_may_reuse_its_memory():
+    model, loader = setting()
+    own = OneBuffer(loader)
+    expected, actual = fit(model, list_of(own)), fit(model, own)
+    gradients = []
+    for la in (expected, actual):
+        gradients += torch.autograd.grad(la.log_marginal_likelihood(), model.augmentation.eta)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+def list_of(loader):
+    """The same batches, each in memory of its own."""
+    batches = [(x.clone(), y.clone()) for x, y in loader]
+
+    class Batches(list):
+        dataset = loader.dataset
+
+    return Batches(batches)
+
+
+def test_only_what_will_be_differentiated_is_kept(monkeypatch):
+    model, loader = setting()
+    kept = []
+    monkeypatch.setattr(
+        keeping, "_region", lambda size: kept.append(size) or torch.zeros(size, dtype=torch.uint8)
+    )
+    fit(model, loader)
+    assert len(kept) == 2 * len(loader)  # inputs with targets, and draws
+    kept.clear()
+    model.augmentation.eta.requires_grad_(False)
+    fit(model, loader)
+    assert not kept
+
+
+def test_the_heap_is_trimmed_once_in_a_number_of_batches(monkeypatch):
+    calls = []
+    monkeypatch.setattr(keeping, "_malloc_trim", lambda: calls.append)
+    monkeypatch.setattr(keeping, "_batches", count(1))
+    monkeypatch.setattr(keeping, "TRIM_EVERY", 2)
+    model, loader = setting()
+    la = fit(model, loader)
+    assert calls == [0]  # three batches
+    la.log_marginal_likelihood().backward()
+    assert calls == [0, 0, 0]
+    monkeypatch.undo()
+    keeping._malloc_trim()(0)
+
+
+# The weights of a fit.
+
+
+def test_sums_of_weights_are_computed_when_something_was_written():
+    net = nn.Linear(3, 2)
+    guards = Guards(list(net.parameters()))
+    first = guards.weights()
+    assert guards.weights() is first
+    with torch.no_grad():
+        net.bias.add_(1)
+    second = guards.weights()
+    assert second is not first
+    net.weight.data.mul_(2)  # changes neither version nor address
+    assert guards.weights() is not second
+    with pytest.raises(RuntimeError, match="fit again"):
+        guards.check_weights(first)
+
+
+def test_changed_weights_are_noticed_and_restored_ones_are_accepted():
+    model, loader = setting()
+    la = fit(model, loader)
+    la(torch.randn(5, 2), pred_type="nn", link_approx="mc", n_samples=3)  # puts weights in and back
+    la.log_marginal_likelihood().backward()
+    with torch.no_grad():
+        model.net[0].weight[0, 0] += 0.5
+    with pytest.raises(RuntimeError, match="the weights changed after fit"):
+        la.log_marginal_likelihood().backward()
+
+
+@pytest.mark.parametrize("scale", [1e308, -1e308])
+def test_finite_inputs_whose_sum_is_not_are_accepted(scale):
+    from laplace_invariance.curvature.trace.chunks import check_finite
+
+    check_finite(torch.full((4,), scale))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        check_finite({"a": torch.tensor([float("inf"), float("-inf")])})
