@@ -28,7 +28,8 @@ class SampleMean(nn.Module):
     def forward(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of ``outputs`` ``[n * S, ...]`` with ``weights`` ``[S]``."""
         samples = outputs.unflatten(0, (-1, len(weights)))
-        return torch.einsum("s,ns...->n...", weights.to(outputs.dtype), samples)
+        mean = weights.to(outputs.dtype) @ samples.flatten(2)
+        return mean.view(len(samples), *outputs.shape[1:])
 
 
 class InvariantModel(nn.Module):

@@ -68,8 +68,9 @@ def fold_inputs(x: Tensor, levels: Sequence[tuple[int, Tensor]]) -> Tensor:
         if len(weights) == 1:
             x = x * weights.to(x.dtype)
         else:
-            samples = x.unflatten(0, (n, len(weights), -1))
-            x = torch.einsum("s,nst...->nt...", weights.to(x.dtype), samples).flatten(0, 1)
+            # a product of matrices, which is several times faster than einsum in both directions
+            mean = weights.to(x.dtype) @ x.reshape(n, len(weights), -1)
+            x = mean.reshape(-1, *x.shape[1:])
     return x
 
 
@@ -143,13 +144,13 @@ def mark_symmetric(matrices: Tensor) -> Tensor:
     return matrices
 
 
-def symmetrised(cotangent: Tensor | None) -> Tensor | None:
-    """Return the symmetric part of a cotangent ``[..., d, d]``; others are returned as they are.
+def symmetrised(cotangent: Tensor) -> Tensor:
+    """Return the symmetric part of a cotangent ``[..., d, d]``; vectors are returned as they are.
 
     That of a symmetric matrix is all that counts. Its result is marked, so that nothing is done
     the next time: whoever uses a cotangent for many batches calls this once.
     """
-    if cotangent is None or cotangent.ndim < 2:
+    if cotangent.ndim < 2:
         return cotangent
     if getattr(cotangent, "_laplace_invariance_symmetric", False):
         return cotangent

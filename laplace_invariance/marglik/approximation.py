@@ -21,6 +21,7 @@ from laplace.utils.matrix import Kron
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.kron import DifferentiableKronDecomposed
 from laplace_invariance.draws import common_draws
 from laplace_invariance.hyper import hyperparameters
@@ -170,40 +171,72 @@ class Approximation:
         with self._ready(x):
             return self.la.backend.pull_back(self._structure, x, y, self.n_data, cotangents, values)
 
-    def put(self, tensors: Sequence[Tensor]) -> None:
+    def put(self, tensors: Sequence[Tensor], differentiate: bool = False) -> list[Tensor]:
         """Make loss and curvature of all data, as sums of :meth:`curvature`, those of ``la``.
+
+        Args:
+            tensors: Loss and tensors of the curvature.
+            differentiate: Whether the evidence is going to be differentiated in them.
+
+        Returns:
+            The tensors as leaves of the graph that they are now.
 
         Raises:
             torch.linalg.LinAlgError: If a Kronecker factor is not finite.
         """
-        loss, *rest = tensors
+        leaves = [tensor.detach().requires_grad_(differentiate) for tensor in tensors]
         la = self.la
-        la.loss = loss
+        la.loss, *rest = leaves
         la.n_data = self.n_data
-        weights = la.model.last_layer.parameters() if self._is_copy else la.params
-        la.mean = parameters_to_vector(weights).detach()
+        la.mean = parameters_to_vector(self._weights()).detach()
         la._posterior_scale = None  # which laplace keeps for a dense matrix
         if self._structure != "kron":
             (la.H,) = rest
-            return
+            return leaves
         remaining = iter(rest)
         factors = [[next(remaining) for _ in range(n)] for n in self._lengths]
         la.H_facs = self._factors_of(factors)
         la.H = la.H_facs.decompose()
+        return leaves
 
-    def leaves(self) -> list[Tensor]:
-        """Make loss and curvature leaves of the graph, and return them.
+    def evidence_of_priors(self) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Return the evidence as a function of prior precisions and noise, without graph of others.
 
-        Steps on priors are cheap with these, and what the evidence is differentiated with respect
-        to them is all that :meth:`pull_back` needs to know.
+        It is ``la.log_marginal_likelihood``, but for Kronecker factors with one precision per
+        tensor, or one for all, it does not expand precisions to all weights with every call.
         """
-        la = self.la
-        la.loss = _leaf(la.loss)
-        if not isinstance(la.H, DifferentiableKronDecomposed):
-            la.H = _leaf(la.H)
-            return [la.loss, la.H]
-        la.H.factors = [[_leaf(factor) for factor in factors] for factors in la.H.factors]
-        return [la.loss, *chain.from_iterable(la.H.factors)]
+        la, weights = self.la, self._weights()
+        if self._structure != "kron" or not isinstance(la.H, DifferentiableKronDecomposed):
+            return la.log_marginal_likelihood
+        spectra = torch.cat([spectrum.flatten() for spectrum in la.H.detach().curvature_spectra()])
+        sizes = torch.tensor([tensor.numel() for tensor in weights], device=spectra.device)
+        squares = torch.stack([tensor.detach().square().sum() for tensor in weights])
+
+        def evidence(precision: Tensor, noise: Tensor | None) -> Tensor:
+            if noise is not None:
+                la.sigma_noise = noise
+            deltas = precision.expand(len(weights))
+            posterior = spectra * la._H_factor + deltas.repeat_interleave(sizes)
+            log_det_ratio = posterior.log().sum() - (sizes * deltas.log()).sum()
+            return la.log_likelihood - 0.5 * (log_det_ratio + (squares * deltas).sum())
+
+        return evidence
+
+    def cotangents(self, evidence: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Return the derivatives of an evidence in loss and curvature, for :meth:`pull_back`.
+
+        Args:
+            evidence: Log evidence of ``la``.
+            leaves: What :meth:`put` returned.
+        """
+        found = torch.autograd.grad(evidence, leaves)
+        return [kfac.symmetrised(cotangent) for cotangent in found]
+
+    def _weights(self) -> list[nn.Parameter]:
+        """Return the weights that the approximation is of."""
+        if self._is_copy:
+            return list(self.la.model.last_layer.parameters())
+        return list(self.la.params)
 
     @property
     def _is_copy(self) -> bool:
@@ -228,7 +261,3 @@ class Approximation:
         self._lengths = [len(factors) for factors in curvature.kfacs]
         self._factors_of = type(curvature)
         return [factor.detach() for factor in chain.from_iterable(curvature.kfacs)]
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()

@@ -258,7 +258,7 @@ class HyperparameterSettings:
 
     def rate(self, epoch: int, n_epochs: int) -> float:
         """Return the step size in an epoch, from 1: half a cosine over all epochs."""
-        lowest = self.lr_aug / 10 if self.lr_aug_min is None else self.lr_aug_min
+        lowest = self.lr_aug / 100 if self.lr_aug_min is None else self.lr_aug_min
         share = (1 + math.cos(math.pi * (epoch - 1) / n_epochs)) / 2
         return lowest + (self.lr_aug - lowest) * share
 

@@ -200,7 +200,7 @@ def marglik_training(
         lr_aug: Step size of hyperparameters in the first epoch. Large, so that ranges open before
             the weights have settled for narrow ones: with small steps all rotations of digits are
             found only if one starts there.
-        lr_aug_min: Step size at which half a cosine over the epochs ends; None is a tenth of
+        lr_aug_min: Step size at which half a cosine over the epochs ends; None is a hundredth of
             ``lr_aug``.
         marglik_loader: Batches for the evidence, with the same examples; None is the training
             loader.

@@ -166,7 +166,7 @@ def test_step_size_follows_half_a_cosine():
     assert rates[-1] == pytest.approx(0.02 + 0.08 * (1 + math.cos(math.pi * 10 / 11)) / 2)
     assert rates == sorted(rates, reverse=True)
     settings = training_settings(loader, lr_aug=0.1).hyperparameters
-    assert settings.rate(11, 10) == pytest.approx(0.01)  # a tenth, one epoch after the end
+    assert settings.rate(11, 10) == pytest.approx(0.001)  # a hundredth, one epoch after the end
 
 
 def test_schedule_counts_epochs_from_one_and_steps_by_round():

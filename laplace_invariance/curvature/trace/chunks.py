@@ -182,7 +182,7 @@ def differentiate_over(
         The sums without graph, or an empty list, and the gradient of each learnt hyperparameter.
     """
     hyper = match.hyperparameters()
-    cotangents = [kfac.symmetrised(cotangent) for cotangent in cotangents]
+    cotangents = [None if c is None else kfac.symmetrised(c) for c in cotangents]
     # shortcuts have no gradients of parameters, which those without a rule need
     modules = [] if match.others else list(match.model.modules())
     totals: list[Tensor] = []

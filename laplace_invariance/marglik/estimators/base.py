@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from laplace_invariance.curvature.constant import constant_curvature
 from laplace_invariance.hyper import StepGuard
 from laplace_invariance.marglik.approximation import (
     Approximation,
@@ -223,17 +224,18 @@ class RunningEstimator:
 
     def _step_priors(self) -> None:
         """Step prior precisions and noise on one decomposition of the curvature."""
-        la = self.approximation.la
         optimizer = self._priors.optimizer
-        for _ in range(self._settings.schedule.prior_steps):
-            optimizer.zero_grad()
-            objective = -la.log_marginal_likelihood(self._priors.precision, self._priors.noise)
-            if torch.isfinite(objective):
-                objective.backward(inputs=self._priors.learnt)
-            if not self._guard.allows("priors", self._priors.learnt, objective.detach()):
-                break  # the other steps would see the same
-            optimizer.step()
-            self.margliks.append(objective.item())
+        with constant_curvature(self.approximation.la):
+            evidence = self.approximation.evidence_of_priors()
+            for _ in range(self._settings.schedule.prior_steps):
+                optimizer.zero_grad()
+                objective = -evidence(self._priors.precision, self._priors.noise)
+                if torch.isfinite(objective):
+                    objective.backward()
+                if not self._guard.allows("priors", self._priors.learnt, objective.detach()):
+                    break  # the other steps would see the same
+                optimizer.step()
+                self.margliks.append(objective.item())
 
     def _evidence(self) -> Tensor:
         """Return the evidence with the stepped priors, differentiable in what was put in."""

@@ -59,14 +59,11 @@ class _Refitting(RunningEstimator):
             chosen, seed = self._choose_batches(), fresh_seed(epoch)
             random_states = self._random_states.state_dict()
             try:
-                self.approximation.put(self._sum(seed))
+                leaves = self.approximation.put(self._sum(seed), self._steps_hyperparameters)
             except torch.linalg.LinAlgError as error:
                 self._guard.skip("priors", str(error))
                 continue
             self._step_priors()
-            leaves: list[Tensor] = []
-            if self._steps_hyperparameters:
-                leaves = self.approximation.leaves()
             evidence = self._evidence()
             record = self._describe(evidence)
             if evidence.isfinite() and evidence.item() > self.best.get("evidence", -math.inf):
@@ -75,7 +72,7 @@ class _Refitting(RunningEstimator):
             if self._steps_hyperparameters:
                 gradients = [torch.zeros_like(t) for t in self._hyperparameters.tensors]
                 if torch.isfinite(evidence):
-                    cotangents = torch.autograd.grad(evidence, leaves)
+                    cotangents = self.approximation.cotangents(evidence, leaves)
                     self._random_states.load_state_dict(random_states)
                     gradients = self._pull_back(cotangents, seed, chosen)
                 self._step_hyperparameters(gradients, evidence)
@@ -96,9 +93,7 @@ class _Refitting(RunningEstimator):
             totals = list(map(torch.add, totals, found)) if totals else found
         return totals
 
-    def _pull_back(
-        self, cotangents: tuple[Tensor, ...], seed: int, chosen: set[int]
-    ) -> list[Tensor]:
+    def _pull_back(self, cotangents: list[Tensor], seed: int, chosen: set[int]) -> list[Tensor]:
         """Return the gradient of hyperparameters, by a pass that sees what the fit saw."""
         totals = [torch.zeros_like(tensor) for tensor in self._hyperparameters.tensors]
         for index, x, y in self._batches(seed):

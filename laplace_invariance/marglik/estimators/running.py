@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.marglik.approximation import fresh_seed, replayable
 from laplace_invariance.marglik.estimators.base import Context, Estimator, RunningEstimator
-from laplace_invariance.marglik.settings import Record, check_numbers
+from laplace_invariance.marglik.settings import Record, Settings, check_numbers
 
 __all__ = ["Running"]
+
+LEAST_EXAMPLES = 200  # for one estimate, if there are as many
 
 
 @dataclass(frozen=True)
@@ -24,22 +27,24 @@ class Running(Estimator):
     Before the weights are trained on every ``every``-th minibatch, one pass over it gives its
     curvature, which is accumulated, and the gradient of hyperparameters, which take a step. That
     takes the derivative of the log determinant in the curvature of *all* data, which is kept from
-    the last estimate. An estimate averages what was accumulated with what was known before,
-    decomposes it, and steps the priors. So an estimate costs no pass through the data, and
-    hyperparameters take many more steps.
+    the last estimate. An estimate scales what was accumulated to the size of the data, decomposes
+    it, and steps the priors. So it costs no pass through the data, and hyperparameters take many
+    more steps.
 
     The evidence of the history lags behind the weights and is not compared; what is returned is the
     last state, with its exact evidence. The loss Hessian is estimated by one random direction
     unless ``backend_kwargs`` says otherwise.
 
     Attributes:
-        every: Number of minibatches from one that is looked at to the next, but at least one is
-            looked at for every estimate.
-        decay: Weight, in the average, of what was known before.
+        every: Number of minibatches from one that is looked at to the next; fewer where an estimate
+            would see less than 200 examples, or less than all.
+        decay: Weight of the curvature of earlier estimates, at the present scale, in a running
+            average. Curvature of weights that were less fitted makes prior precisions too large,
+            hence none by default; it helps where minibatches are few and small.
     """
 
-    every: int = 8
-    decay: float = 0.5
+    every: int = 10
+    decay: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers(self, "every", whole=True)
@@ -55,9 +60,7 @@ class _Averaging(RunningEstimator):
 
     def __init__(self, context: Context, settings: Running) -> None:
         super().__init__(context, _one_random_column(context))
-        n_batches = len(context.settings.data.train_loader)
-        between_estimates = n_batches * context.settings.schedule.marglik_frequency
-        self._every = min(settings.every, between_estimates)
+        self._every = min(settings.every, _largest_interval(context.settings))
         self._decay = settings.decay
         self._step = 0  # minibatches seen since the first that counts
         self._sum: list[Tensor] = []  # loss and curvature since the last estimate
@@ -92,18 +95,15 @@ class _Averaging(RunningEstimator):
         if not self._average:
             return {}
         try:
-            self.approximation.put(self._average)
+            leaves = self.approximation.put(self._average, self._steps_hyperparameters)
         except torch.linalg.LinAlgError as error:
             self._average, self._cotangents = [], []
             self._guard.skip("priors", str(error))
             return {}
         self._step_priors()
-        if not self._steps_hyperparameters:
-            return self._describe(self._evidence())
-        leaves = self.approximation.leaves()
         evidence = self._evidence()
-        if torch.isfinite(evidence):
-            self._cotangents = list(torch.autograd.grad(evidence, leaves))
+        if self._steps_hyperparameters and torch.isfinite(evidence):
+            self._cotangents = self.approximation.cotangents(evidence, leaves)
         return self._describe(evidence)
 
     def _update_average(self) -> None:
@@ -112,7 +112,7 @@ class _Averaging(RunningEstimator):
         fresh = [weight * tensor for tensor in self._sum]
         if self._average:
             pairs = zip(self._average, fresh, strict=True)
-            fresh = [self._decay * old + (1 - self._decay) * new for old, new in pairs]
+            fresh = [_averaged(old, new, self._decay) for old, new in pairs]
         self._average = fresh
         self._sum, self._n_seen = [], 0
 
@@ -132,6 +132,35 @@ class _Averaging(RunningEstimator):
         self._n_seen = state["n_seen"]
         self._average = state["average"]
         self._cotangents = state["cotangents"]
+
+
+def _largest_interval(settings: Settings) -> int:
+    """Return the interval between minibatches at which an estimate sees enough examples."""
+    n_data, n_batches = settings.data.n_data, len(settings.data.train_loader)
+    batch_size = math.ceil(n_data / n_batches)
+    n_needed = math.ceil(min(n_data, LEAST_EXAMPLES) / batch_size)
+    return max(1, n_batches * settings.schedule.marglik_frequency // n_needed)
+
+
+def _averaged(old: Tensor, new: Tensor, decay: float) -> Tensor:
+    """Return the mean of an old curvature, at the scale of the new one, and the new one.
+
+    Curvature shrinks while weights are fitted. At its old scale it would make the complexity too
+    large and, by it, the prior precisions. The loss, a number, is the new one.
+    """
+    if not new.ndim:
+        return new
+    before, now = _trace(old), _trace(new)
+    if not before > 0:
+        return new
+    return (decay * now / before) * old + (1 - decay) * new
+
+
+def _trace(curvature: Tensor) -> Tensor:
+    """Return the trace of a matrix, of the blocks ``[q, d, d]`` of one, or of a diagonal."""
+    if curvature.ndim == 1:
+        return curvature.sum()
+    return curvature.diagonal(dim1=-2, dim2=-1).sum()
 
 
 def _one_random_column(context: Context) -> dict[str, Any]:
