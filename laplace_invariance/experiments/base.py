@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 BATCH = 100  # training images per batch
 MARGLIK_BATCH = 250  # training images per batch of an estimate of the evidence
 TEST_BATCH = 500  # test images per batch
-# The loss Hessian in training, by one random direction: without bias, and the cheapest. The evidence
-# of a result is computed with all directions.
+# The loss Hessian in training, by one random direction: without bias, and the cheapest.
+# The evidence of a result is computed with all directions.
 SAMPLED = {"stochastic": True, "num_samples": 1}
 N_SHOWN = 1000  # test images for the accuracy in the progress bar and the history
 
