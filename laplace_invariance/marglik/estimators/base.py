@@ -195,13 +195,19 @@ class RunningEstimator:
         options, n_estimates = self._final_options()
         evidences = []
         for i in range(n_estimates):
-            la = self._fit(options, SEED, signs=SEED + i)
-            evidences.append(la.log_marginal_likelihood().detach().item())
+            approximation = self._fit(options, signs=SEED + i)
+            if i == 0 and self._steps_at_the_end():
+                self._step_priors(approximation)
+            evidences.append(self._evidence(approximation).item())
         values = torch.tensor(evidences, dtype=torch.float64)
         error = 0.0
         if n_estimates > 1:
             error = values.std().item() / math.sqrt(n_estimates)
-        return Final(la, values.mean().item(), error, chosen)
+        return Final(approximation.la, values.mean().item(), error, chosen)
+
+    def _steps_at_the_end(self) -> bool:
+        """Return whether priors take their steps once more, with the exact curvature at the end."""
+        return self._settings.hyperparameters.objective.estimates
 
     def _final_options(self) -> tuple[dict[str, Any], int]:
         """Return options of the backend for the end of a run, and the number of fits."""
@@ -212,21 +218,22 @@ class RunningEstimator:
             return options, 1
         return options | MANY_COLUMNS, N_ESTIMATES
 
-    def _fit(self, options: dict[str, Any], seed: int, signs: int) -> Any:
+    def _fit(self, options: dict[str, Any], signs: int) -> Approximation:
         """Return a fitted Laplace approximation that keeps nothing of the data."""
         approximation = self._approximate(options, self._settings.evidence.enable_backprop)
         la = approximation.la
-        with constant(learnt_hyperparameters(la.model)), replayable(seed, signs):
+        with constant(learnt_hyperparameters(la.model)), replayable(SEED, signs):
             la.fit(self._settings.data.ordered_loader)
-        return la
+        return approximation
 
     # Steps that estimators share.
 
-    def _step_priors(self) -> None:
-        """Step prior precisions and noise on one decomposition of the curvature."""
+    def _step_priors(self, approximation: Approximation) -> list[float]:
+        """Step priors and noise on one decomposition; return the negative evidence before each."""
         optimizer = self._priors.optimizer
-        with constant_curvature(self.approximation.la):
-            evidence = self.approximation.evidence_of_priors()
+        found = []
+        with constant_curvature(approximation.la):
+            evidence = approximation.evidence_of_priors()
             for _ in range(self._settings.schedule.prior_steps):
                 optimizer.zero_grad()
                 objective = -evidence(self._priors.precision, self._priors.noise)
@@ -235,18 +242,20 @@ class RunningEstimator:
                 if not self._guard.allows("priors", self._priors.learnt, objective.detach()):
                     break  # the other steps would see the same
                 optimizer.step()
-                self.margliks.append(objective.item())
+                found.append(objective.item())
+        return found
 
-    def _evidence(self) -> Tensor:
+    def _evidence(self, approximation: Approximation) -> Tensor:
         """Return the evidence with the stepped priors, differentiable in what was put in."""
         noise = self._priors.noise
         if noise is not None:
             noise = noise.detach()
-        la = self.approximation.la
-        evidence = la.log_marginal_likelihood(self._priors.precision.detach(), noise)
+        return approximation.la.log_marginal_likelihood(self._priors.precision.detach(), noise)
+
+    def _note(self, evidence: Tensor) -> None:
+        """Keep the evidence of an estimate, unless steps on priors did."""
         if not self._settings.schedule.prior_steps and torch.isfinite(evidence):
             self.margliks.append(-evidence.item())
-        return evidence
 
     def _describe(self, evidence: Tensor) -> Record:
         la = self.approximation.la

@@ -63,8 +63,9 @@ class _Refitting(RunningEstimator):
             except torch.linalg.LinAlgError as error:
                 self._guard.skip("priors", str(error))
                 continue
-            self._step_priors()
-            evidence = self._evidence()
+            self.margliks += self._step_priors(self.approximation)
+            evidence = self._evidence(self.approximation)
+            self._note(evidence)
             record = self._describe(evidence)
             if evidence.isfinite() and evidence.item() > self.best.get("evidence", -math.inf):
                 self._keep(epoch, evidence.item())
@@ -131,6 +132,9 @@ class _Refitting(RunningEstimator):
         self._model.load_state_dict(self.best["model"])
         self._priors.set_values(self.best["priors"])
         return self.best["epoch"]
+
+    def _steps_at_the_end(self) -> bool:
+        return False  # the priors of the best estimate have had theirs
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"best": self.best}

@@ -100,8 +100,9 @@ class _Averaging(RunningEstimator):
             self._average, self._cotangents = [], []
             self._guard.skip("priors", str(error))
             return {}
-        self._step_priors()
-        evidence = self._evidence()
+        self.margliks += self._step_priors(self.approximation)
+        evidence = self._evidence(self.approximation)
+        self._note(evidence)
         if self._steps_hyperparameters and torch.isfinite(evidence):
             self._cotangents = self.approximation.cotangents(evidence, leaves)
         return self._describe(evidence)
