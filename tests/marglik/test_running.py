@@ -167,6 +167,20 @@ def test_the_prior_of_the_last_layer_is_learnt_and_others_stay():
         trainer_of(model, loader, subset_of_weights="last_layer", prior_structure="path")
 
 
+def test_the_copy_that_laplace_makes_for_the_last_layer_follows_the_model():
+    model, loader = invariant_network(draws="grid"), DataLoader(labelled_points(), 30)
+    trainer = trainer_of(model, loader, subset_of_weights="last_layer")
+    (batch,) = loader
+    before = trainer.estimator.approximation.curvature(*batch)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.augmentation.eta):
+            tensor += 0.3
+    found = trainer.estimator.approximation.curvature(*batch)
+    fresh = trainer_of(model, loader, subset_of_weights="last_layer").estimator.approximation
+    torch.testing.assert_close(found, fresh.curvature(*batch))
+    assert not torch.allclose(found[1], before[1])
+
+
 def test_the_last_layer_learns_a_range():
     torch.manual_seed(0)
     model, loader = invariant_network(), shuffled(labelled_points(), 30)
