@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import bench
@@ -31,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "estimator": "running",
         "backend_kwargs": {"output_rank": 2, "stochastic": True},
     },
-    "kernel bound, output": {"estimator": "kernel-output"},
+    "kernel bound": {"estimator": "kernel"},
     "running, last layer": {"estimator": "running", "subset_of_weights": "last_layer"},
 }
 FAR = 2.0  # a rotation, in radians, until which time is measured
@@ -62,6 +64,7 @@ def suite(name: str) -> list[Run]:
         return [
             Run("digits", 1198, "mlp", 100, "fully_rotated", variant, seed)
             for seed, variant in itertools.product(range(3), VARIANTS)
+            if seed == 0 or variant not in ("refit, exact", "kernel bound")
         ]
     if name == "rotated":
         return [
@@ -89,9 +92,11 @@ def train(run: Run, **changes: Any) -> dict[str, Any]:
     from laplace_invariance.experiments import base
     from laplace_invariance.experiments.learn import LEARN_NETWORKS
     from laplace_invariance.experiments.options import LearnConfig
-    from laplace_invariance.marglik import KernelBound, marglik_training
+    from laplace_invariance.marglik import loop, marglik_training
 
     torch.set_num_threads(1)
+    # the history has times of the clock, which other processes disturb
+    loop.time = SimpleNamespace(perf_counter=time.thread_time)
     source = run.data if run.data == "digits" else str(DATA / f"{run.data}.npz")
     config = LearnConfig(data=source, n_train=run.n_train, transform=run.transform, seed=run.seed)
     clock = {"start": time.thread_time(), "far": None}
@@ -108,8 +113,6 @@ def train(run: Run, **changes: Any) -> dict[str, Any]:
         loader = DataLoader(TensorDataset(split.x_train, split.y_train), base.BATCH, shuffle=True)
         options = {**base.cosine_recipe(run.n_epochs, len(loader)), "backend_kwargs": None}
         options |= VARIANTS[run.variant] | changes
-        if options["estimator"] == "kernel-output":
-            options["estimator"] = KernelBound("output")
         clock["start"] = time.thread_time()
         result = marglik_training(
             model,
@@ -174,8 +177,6 @@ def start(run: Run) -> subprocess.Popen:
         f"run = bench_learning.Run(*{tuple(run)!r})",
         "print('RESULT ' + json.dumps(bench_learning.train(run)))",
     ]
-    import os
-
     return subprocess.Popen(
         [sys.executable, "-c", "\n".join(lines)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
