@@ -70,7 +70,7 @@ def suite(name: str) -> list[Run]:
         return [
             Run("mnist", 5000, net, n_epochs, "fully_rotated", variant, 0)
             for variant in VARIANTS
-            for net, n_epochs in (("mlp", 50), ("cnn", 24))
+            for net, n_epochs in (("mlp", 30), ("cnn", 16))
         ]
     net, n_epochs = {"mlp": ("mlp", 50), "cnn": ("cnn", 24)}[name]
     kinds = ("fully_rotated", "translated", "original")

@@ -36,9 +36,11 @@ class Guards:
         """
         seen = self._look()
         if self._sums is None or seen != self._seen:
-            sums = [parameter.detach().abs().sum() for parameter in self._parameters]
-            self._seen, self._sums = seen, torch.stack(sums)
+            self._seen, self._sums = seen, self._sum()
         return self._sums
+
+    def _sum(self) -> Tensor:
+        return torch.stack([parameter.detach().abs().sum() for parameter in self._parameters])
 
     def _look(self) -> list[object]:
         """Return what changes if a parameter is written to; ``.data`` has no version."""
@@ -55,8 +57,7 @@ class Guards:
 
         Predictions of laplace put other weights in and these back, so values decide in the end.
         """
-        now = self.weights()
-        if now is not before and not torch.allclose(now, before, rtol=1e-5):
+        if not torch.allclose(self._sum(), before, rtol=1e-5):
             raise RuntimeError(
                 "the weights changed after fit(), so its evidence has no gradient any more; "
                 "fit again"
