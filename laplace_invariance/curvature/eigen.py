@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["decompose", "eigh"]
+__all__ = ["Decompositions", "decompose", "eigh"]
 
 # Matrices of equal size up to this one are decomposed by one call.
 STACKED_SIZE = 512
@@ -100,3 +100,63 @@ def _find_twins(factors: Sequence[Tensor]) -> list[int]:
             candidates.append(i)
         twins.append(twin)
     return twins
+
+
+class Decompositions:
+    """Decompositions of factors that change slowly, each made anew only where that matters.
+
+    A factor that is nearly a multiple of one that was decomposed has the same eigenvectors, and its
+    eigenvalues at another scale. Differences are measured from the factor that was decomposed, so
+    that they do not add up.
+
+    Args:
+        tolerance: Largest difference from a multiple, relative to the factor in the Frobenius norm,
+            up to which a decomposition is used again.
+
+    Attributes:
+        n_made: Number of decompositions so far.
+        n_reused: Number of times that one was used again.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.n_made = 0
+        self.n_reused = 0
+        self._known: list[Tensor] = []
+        self._pairs: list[Pair] = []
+
+    @torch.no_grad()
+    def decompose(self, factors: Sequence[Tensor]) -> list[Pair]:
+        """Return eigenvalues and eigenvectors of each factor, as :func:`decompose`."""
+        factors = [factor.detach() for factor in factors]
+        if not self._known:
+            self._known, self._pairs = factors, decompose(factors)
+            self.n_made += len(factors)
+            return self._pairs
+        _check_finite(factors)
+        scales = list(map(self._scale, factors, self._known))
+        fresh = [i for i, scale in enumerate(scales) if scale is None]
+        for i, pair in zip(fresh, decompose([factors[i] for i in fresh]), strict=True):
+            self._known[i], self._pairs[i] = factors[i], pair
+        self.n_made += len(fresh)
+        self.n_reused += len(factors) - len(fresh)
+        found = []
+        for (values, vectors), scale in zip(self._pairs, scales, strict=True):
+            found.append((values if scale is None else scale * values, vectors))
+        return found
+
+    def _scale(self, factor: Tensor, known: Tensor) -> Tensor | None:
+        """Return the multiple of a known factor that this one nearly is, None if it is not."""
+        scale = (factor * known).sum() / known.square().sum()
+        if (factor - scale * known).norm() <= self.tolerance * factor.norm():
+            return scale
+        return None
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """Return the factors that were decomposed."""
+        return {"known": self._known}
+
+    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        """Decompose factors that :meth:`state_dict` returned."""
+        self._known = list(state["known"])
+        self._pairs = decompose(self._known) if self._known else []

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from laplace import Laplace
 from laplace.utils import FeatureExtractor
-from laplace.utils.matrix import Kron
+from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace_invariance.curvature import kfac
+from laplace_invariance.curvature.eigen import Decompositions
 from laplace_invariance.curvature.kron import DifferentiableKronDecomposed
 from laplace_invariance.draws import common_draws
 from laplace_invariance.hyper import hyperparameters
@@ -91,8 +92,11 @@ class Approximation:
         priors: Prior precisions and noise.
         options: Options of the backend.
         enable_backprop: Whether predictions are to be differentiable with respect to inputs.
+        tolerance: Relative change of a Kronecker factor up to which its decomposition is used again
+            at another scale.
 
     Attributes:
+        decompositions: Decompositions of Kronecker factors so far; None without tolerance.
         la: The Laplace approximation; what it is made of is what was put in last.
         n_data: Number of training examples.
     """
@@ -104,8 +108,10 @@ class Approximation:
         priors: Priors,
         options: Mapping[str, Any] | None = None,
         enable_backprop: bool = False,
+        tolerance: float = 0.0,
     ) -> None:
         self._model = model
+        self.decompositions = Decompositions(tolerance) if tolerance else None
         self._key_y = settings.data.dict_key_y
         self._structure = settings.evidence.hessian_structure
         self.n_data = settings.data.n_data
@@ -196,8 +202,17 @@ class Approximation:
         remaining = iter(rest)
         factors = [[next(remaining) for _ in range(n)] for n in self._lengths]
         la.H_facs = self._factors_of(factors)
-        la.H = la.H_facs.decompose()
+        la.H = self._decomposed(factors)
         return leaves
+
+    def _decomposed(self, factors: list[list[Tensor]]) -> KronDecomposed:
+        if self.decompositions is None:
+            return self.la.H_facs.decompose()
+        pairs = iter(self.decompositions.decompose(list(chain.from_iterable(factors))))
+        own = [[next(pairs) for _ in group] for group in factors]
+        vectors = [[pair[1] for pair in group] for group in own]
+        values = [[pair[0] for pair in group] for group in own]
+        return DifferentiableKronDecomposed(vectors, values, factors)
 
     def evidence_of_priors(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         """Return the evidence as a function of prior precisions and noise, without graph of others.

@@ -67,6 +67,7 @@ def stopping_after(epoch):
 ESTIMATORS = {
     "refit": {},
     "running": {"estimator": Running(every=3), "marglik_frequency": 2},
+    "tolerance": {"estimator": Running(every=2, decay=0.5, tolerance=0.3)},
     "kernel": {"estimator": KernelBound("output", every=2)},
     "last layer": {"estimator": "running", "subset_of_weights": "last_layer"},
 }

@@ -273,10 +273,11 @@ def test_the_kernel_bound_learns_and_is_a_bound():
     [
         (lambda: Running(every=0), "every must be positive"),
         (lambda: Running(decay=1.0), "decay must be at least 0 and below 1"),
+        (lambda: Running(tolerance=-1.0), "tolerance must be finite and at least 0"),
         (lambda: Refit(n_hyper_batches=0.5), "n_hyper_batches must be positive and finite and"),
         (lambda: KernelBound("some"), "one of full, output, single"),
     ],
-    ids=["every", "decay", "batches", "kind"],
+    ids=["every", "decay", "tolerance", "batches", "kind"],
 )
 def test_bad_options_are_explained(make, match):
     with pytest.raises(ValueError, match=match):

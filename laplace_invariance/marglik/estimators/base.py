@@ -96,12 +96,15 @@ class RunningEstimator:
     Args:
         context: Model, settings, priors and hyperparameters.
         options: Options of the backend that hold unless ``backend_kwargs`` has others.
+        tolerance: Relative change of a Kronecker factor up to which it is not decomposed again.
 
     Attributes:
         margliks: Negative log evidence at every step on priors, or at every fit if there are none.
     """
 
-    def __init__(self, context: Context, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, context: Context, options: dict[str, Any] | None = None, tolerance: float = 0.0
+    ) -> None:
         self._context = context
         self._model = context.model
         self._settings = context.settings
@@ -113,11 +116,11 @@ class RunningEstimator:
         objective = context.settings.hyperparameters.objective
         by_evidence = objective.estimates and not objective.steps_in_training
         self._steps_hyperparameters = by_evidence and bool(self._hyperparameters.tensors)
-        self.approximation = self._approximate(self._options)
+        self.approximation = self._approximate(self._options, tolerance=tolerance)
         self.margliks: list[float] = []
 
-    def _approximate(self, options: dict[str, Any], enable_backprop: bool = False) -> Approximation:
-        return Approximation(self._model, self._settings, self._priors, options, enable_backprop)
+    def _approximate(self, options: dict[str, Any], **kwargs: Any) -> Approximation:
+        return Approximation(self._model, self._settings, self._priors, options, **kwargs)
 
     # What an estimator does in a run.
 
@@ -220,7 +223,8 @@ class RunningEstimator:
 
     def _fit(self, options: dict[str, Any], signs: int) -> Approximation:
         """Return a fitted Laplace approximation that keeps nothing of the data."""
-        approximation = self._approximate(options, self._settings.evidence.enable_backprop)
+        enable_backprop = self._settings.evidence.enable_backprop
+        approximation = self._approximate(options, enable_backprop=enable_backprop)
         la = approximation.la
         with constant(learnt_hyperparameters(la.model)), replayable(SEED, signs):
             la.fit(self._settings.data.ordered_loader)
