@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -16,7 +16,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(READY)
 
-demo: $(READY)  ## learn how far digits were rotated, about a minute; figures go to demo/
+demo: $(READY)  ## learn how far digits were rotated, under a minute; figures go to demo/
 	rm -rf demo
 	$(BIN)/laplace-invariance learn --data digits --transform fully-rotated --out demo
 
@@ -49,6 +49,9 @@ bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks/R
 
 bench-estimators: $(READY)  ## compare estimators of the evidence; rows that are there stay
 	$(BIN)/python benchmarks/bench_estimators.py --write
+
+bench-learning: $(READY)  ## compare what estimators learn in whole trainings; runs that are there stay
+	$(BIN)/python benchmarks/bench_learning.py --write
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """Draw the picture of the README: rotated digits, and the range of rotations learnt from them.
 
-``python docs/make_picture.py`` runs what ``make demo`` runs, about a minute, and writes
+``python docs/make_picture.py`` runs what ``make demo`` runs, under a minute, and writes
 ``docs/images/learnt.png``. ``--run DIRECTORY`` draws a finished run of that kind instead, such as
 the one that ``make demo`` left in ``demo``. All that is drawn comes from the files of the run.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PICTURE = Path(__file__).parent / "images" / "learnt.png"
 INK, ACCENT, FAINT, GREY = "#22303c", "#c8452d", "#9aa5ad", "#6b7780"
-EPOCHS = (1, 8, 14, 22, 100)  # rows of samples
+EPOCHS = (1, 6, 9, 14, 100)  # rows of samples
 N_DATA, N_SAMPLES = 4, 9  # columns of training images, and of samples
 TILE, MARGIN, TITLE = 0.52, 0.42, 0.5  # inches
 DIGIT, SHOWN = 2, 88  # the image of which samples are drawn: its class, and which of them

@@ -27,7 +27,6 @@ result = li.marglik_training(
     n_hypersteps=1,
     marglik_frequency=2,
     optimizer_kwargs={"lr": 1e-2},
-    lr_aug=0.1,
     progress_bar=True,
 )
 

@@ -58,7 +58,7 @@ def learn(task: str) -> tuple[LayerReport, float]:
         n_hypersteps=30,
         marglik_batch_size=600,
         prior_prec_init=closed_paths(model),
-        backend_kwargs={"output_rank": 3},
+        backend_kwargs={"stochastic": True},
         optimizer_kwargs={"lr": 5e-3},
         scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
         scheduler_kwargs={"T_max": EPOCHS * len(loader), "eta_min": 1e-5},

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from laplace_invariance import __version__
+from laplace_invariance.allocator import keep_freed_memory
 from laplace_invariance.experiments.checks import Config, choices_of, normalised
 from laplace_invariance.experiments.options import (
     CompareConfig,
@@ -143,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     verb = VERBS[arguments.verb]
     config = _config(verb.config, arguments)
+    keep_freed_memory()
     module = import_module(f"laplace_invariance.experiments.{arguments.verb}")
     run = getattr(module, arguments.verb)
     if verb.resumes:
@@ -273,7 +275,8 @@ def _help(text: str, entry: Field[Any], choices: tuple[str, ...], default: Any) 
     parts = [text[0].lower() + text[1:].removesuffix(".")]
     meanings = entry.metadata.get("meanings")
     if meanings is not None:
-        parts.append("; ".join(f"{name} ({words})" for name, words in meanings.items()))
+        named = {name.replace("_", "-"): words for name, words in meanings.items()}
+        parts.append("; ".join(f"{name} ({words})" for name, words in named.items()))
     elif choices and not entry.metadata.get("positional"):
         parts.append(", ".join(choice.replace("_", "-") for choice in choices))
     shown = _shown(default, choices)

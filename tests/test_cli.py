@@ -15,9 +15,9 @@ from laplace_invariance import __version__, cli
 ROOT = Path(__file__).parent.parent
 OPTIONS = {
     "learn": "data transform method net samples epochs train test correlated fixed strength "
-    "lr-augerino seed root download out resume quiet",
+    "estimator subset-of-weights lr-augerino seed root download out resume quiet",
     "compare": "data transform method net samples epochs train test correlated fixed strength "
-    "lr-augerino seed root download out resume quiet",
+    "estimator subset-of-weights lr-augerino seed root download out resume quiet",
     "layers": "data transform task kind method width prior per-slot epochs train test seed root "
     "download out resume quiet",
     "measure": "data shifted group method samples strength epochs train test seed root download "
@@ -161,13 +161,15 @@ def test_program_and_module_are_the_same(arguments, expected, capsys):
     ("words", "message"),
     [
         ("layers --task place --out a", "invalid choice: 'place'"),
+        ("learn --estimator fast --out a", "invalid choice: 'fast' (choose from"),
+        ("compare --subset-of-weights first --out a", "invalid choice: 'first' (choose from"),
         ("learn --epochs many --out a", "invalid int value: 'many'"),
         ("learn", "the following arguments are required: --out"),
         ("learn --fixed rotation=nan --out a", "the range of rotation must be finite"),
         ("learn --fixed rotation --out a", "'rotation' is not of the form rotation=3.14"),
         ("demo cubes", "invalid choice: 'cubes'"),
     ],
-    ids=["choice", "integer", "out", "nan", "form", "demo"],
+    ids=["choice", "estimator", "weights", "integer", "out", "nan", "form", "demo"],
 )
 def test_what_cannot_be_parsed_is_refused(capsys, words, message):
     with pytest.raises(SystemExit) as error:

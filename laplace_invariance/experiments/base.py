@@ -22,6 +22,8 @@ from laplace_invariance.experiments.options import ImagesConfig
 from laplace_invariance.files import locked, read_json, write_json, write_text
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import Standardise
+from laplace_invariance.marglik import KernelBound, Running
+from laplace_invariance.marglik.estimators import Estimator
 from laplace_invariance.modes import evaluation
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ __all__ = [
     "say",
     "seeded",
     "training_seconds",
+    "with_error",
 ]
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,12 @@ MARGLIK_BATCH = 250  # training images per batch of an estimate of the evidence
 TEST_BATCH = 500  # test images per batch
 # The loss Hessian in training, by one random direction: without bias, and the cheapest.
 # The evidence of a result is computed with all directions.
-SAMPLED = {"stochastic": True, "num_samples": 1}
+SAMPLED = {"stochastic": True}
+# What the evidence of a history is, by estimator; of others, the log evidence at that epoch.
+ESTIMATES: dict[type[Estimator], str] = {
+    Running: "log evidence (running estimate)",
+    KernelBound: "lower bound of the log evidence",
+}
 N_SHOWN = 1000  # test images for the accuracy in the progress bar and the history
 
 
@@ -121,7 +129,7 @@ class RunDirectory:
         """
         self.lock()
         if self.config is not None:
-            self.save("experiment.json", asdict(self.config))
+            self.save("experiment.json", {"format": self.config.format} | asdict(self.config))
 
     def finished(self) -> Any | None:
         """Return what ``summary.json`` has; None if there is none."""
@@ -184,8 +192,12 @@ class RunDirectory:
                 f"{path} exists; pass --resume (resume=True) to continue that run, or choose "
                 "another directory"
             )
+        saved = read_json(path)
         try:
-            found = _identity(type(self.config)(**read_json(path)))
+            version = saved.pop("format", 1)
+            if version != self.config.format:
+                raise _other_format(path, version, self.config.format)
+            found = _identity(type(self.config)(**saved))
         except TypeError as error:  # fields that this kind of configuration does not have
             raise ValueError(
                 f"{path} is of another kind of experiment; nothing was changed"
@@ -197,6 +209,14 @@ class RunDirectory:
                 f"{path} is of another experiment: it differs in {', '.join(different)}; nothing "
                 "was changed"
             )
+
+
+def _other_format(path: Path, found: int, wanted: int) -> ValueError:
+    return ValueError(
+        f"{path} has format {found} and this version writes format {wanted}: its evidences were "
+        "computed in another way, so that it can be neither read nor continued; choose another "
+        "directory; nothing was changed"
+    )
 
 
 def _remove_if_empty(directory: Path) -> None:
@@ -375,22 +395,36 @@ def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:
     return sum(sum(record["seconds"].values()) for record in history)
 
 
+def with_error(value: float, error: float) -> str:
+    """Return a number in words, with its standard error unless that is zero."""
+    if not error:
+        return f"{value:.3f}"
+    return f"{value:.3f} ± {error:.3f}"
+
+
 def draw_evidence(
-    directory: RunDirectory, history: Sequence[Mapping[str, Any]], n_data: int, title: str
+    directory: RunDirectory,
+    history: Sequence[Mapping[str, Any]],
+    n_data: int,
+    title: str,
+    estimator: Estimator,
 ) -> None:
     """Draw the evidence per datum and its terms over epochs, unless it was never estimated.
+
+    What training estimates is not the exact evidence of the result, and the label says what it is.
 
     Args:
         directory: Where ``evidence.png`` is saved.
         history: Records of ``marglik_training``, one per epoch.
         n_data: Number of training examples.
         title: Title of the figure.
+        estimator: Estimator that made the history.
     """
     estimated = [record for record in history if record["evidence"] is not None]
     if not estimated:
         return
     terms = {
-        "log evidence": [r["evidence"] / n_data for r in estimated],
+        ESTIMATES.get(type(estimator), "log evidence"): [r["evidence"] / n_data for r in estimated],
         "log likelihood": [r["log_likelihood"] / n_data for r in estimated],
         "-½ log determinant ratio": [-r["log_det_ratio"] / 2 / n_data for r in estimated],
         "-½ scatter": [-r["scatter"] / 2 / n_data for r in estimated],

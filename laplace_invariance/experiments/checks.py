@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 __all__ = ["Config", "check_not_negative", "check_positive", "choices_of", "normalised"]
 
@@ -21,9 +21,15 @@ class Config:
     ``option`` on the command line, the ``meanings`` of its choices, ``positional=True``, or
     ``identity=False``: a field in which two runs of one experiment may differ.
 
+    Attributes:
+        format: Number of the recipe and the files of an experiment, raised whenever results of
+            before cannot be continued or compared with new ones.
+
     Raises:
         ValueError: If a value is not among its choices, or out of its range.
     """
+
+    format: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -35,7 +41,7 @@ class Config:
 
     def _checked(self, name: str, value: Any, hint: Any) -> Any:
         choices = choices_of(hint)
-        if not choices:
+        if not choices or (value is None and type(None) in get_args(hint)):
             return value
         if get_origin(hint) is tuple:
             values = tuple(normalised(one, choices) for one in value)

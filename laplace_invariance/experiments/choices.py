@@ -11,6 +11,8 @@ from typing import Literal
 Transform = Literal["fully_rotated", "partially_rotated", "translated", "scaled", "original"]
 Rotation = Literal["fully_rotated", "partially_rotated", "original"]
 NetworkName = Literal["mlp", "cnn", "resnet"]
+EstimatorName = Literal["running", "refit", "kernel"]
+WeightsSubset = Literal["all", "last_layer"]
 LearnMethod = Literal["evidence", "none", "augerino", "fixed", "trivial-augment"]
 LayersMethod = Literal["evidence", "map"]
 LayersTask = Literal["plain", "digit", "both"]
@@ -32,6 +34,15 @@ LEARN_METHODS: dict[LearnMethod, str] = {
     "trivial-augment": (
         "torchvision's TrivialAugmentWide on training images, priors learnt by evidence"
     ),
+}
+ESTIMATORS: dict[EstimatorName, str] = {
+    "running": "from some of the minibatches that the weights are trained on",
+    "refit": "from passes through all training images",
+    "kernel": "a lower bound, from tangent kernels of single minibatches",
+}
+SUBSETS_OF_WEIGHTS: dict[WeightsSubset, str] = {
+    "all": "of the whole network",
+    "last_layer": "of the last layer, cheaper, blind to the others",
 }
 LAYERS_METHODS: dict[LayersMethod, str] = {
     "evidence": "prior precisions learnt by evidence",

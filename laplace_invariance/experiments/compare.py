@@ -6,6 +6,7 @@ images, transformed in the same way, and the same initial weights.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,17 +57,39 @@ class CompareResult:
         return [result.summary() for results in self.results.values() for result in results]
 
     def markdown(self) -> str:
-        """Return two tables: test accuracies and learnt ranges.
+        """Return three tables: test accuracies, learnt ranges and evidences.
 
-        Both are means over seeds, with the standard deviation if there are several.
+        All are means over seeds, with the standard deviation if there are several.
         """
         parts = [
             "Test accuracy in percent:",
             self._table(_accuracy_cell),
             "Ranges, and the true ones:",
             self._table(_ranges_cell),
+            f"Log evidence per training image, {self._kind()}, samples {self._samples()}:",
+            self._table(_evidence_cell),
         ]
         return "\n\n".join(parts)
+
+    def _kind(self) -> str:
+        """Say of which weights evidences are, and whether of all directions of the loss Hessian."""
+        results = list(itertools.chain(*self.results.values()))
+        largest = max(result.evidence_error for result in results)
+        words = "exact"
+        if largest > 0:
+            words = f"with standard errors up to {largest:.3f}"
+        if results[0].config.subset_of_weights == "last_layer":
+            words = f"of the last layer, {words}"
+        return words
+
+    def _samples(self) -> str:
+        """Say how many samples networks are averaged over, since more make evidences higher."""
+        numbers: dict[int, list[str]] = {}
+        for method in self.methods:
+            found = next(runs[0] for (_, name), runs in self.results.items() if name == method)
+            numbers.setdefault(found.n_samples, []).append(method)
+        parts = [f"S = {n} ({', '.join(methods)})" for n, methods in numbers.items()]
+        return " and ".join(parts)
 
     def _table(self, cell: Callable[[list[LearnResult]], str]) -> str:
         head = ["method", *(transform.replace("_", " ") for transform in self.transforms)]
@@ -83,6 +106,10 @@ class CompareResult:
 
 def _accuracy_cell(results: Sequence[LearnResult]) -> str:
     return _spread([100 * result.accuracy for result in results], "{:.1f}")
+
+
+def _evidence_cell(results: Sequence[LearnResult]) -> str:
+    return _spread([result.evidence for result in results], "{:.3f}")
 
 
 def _ranges_cell(results: Sequence[LearnResult]) -> str:

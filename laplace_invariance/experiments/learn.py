@@ -8,7 +8,7 @@ averaged over, the objective, and what happens to training images on the way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,13 @@ from laplace_invariance.experiments.base import (
     load_transformed,
     seeded,
     training_seconds,
+    with_error,
 )
 from laplace_invariance.experiments.choices import LEARN_METHODS
 from laplace_invariance.experiments.options import LearnConfig
 from laplace_invariance.layers import FixupResNet, cnn, mlp
 from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, marglik_training
+from laplace_invariance.marglik.estimators import chosen_estimator
 from laplace_invariance.tables import labelled
 
 if TYPE_CHECKING:
@@ -59,7 +61,10 @@ class LearnResult:
     Attributes:
         config: Configuration of the run.
         accuracy: Accuracy on the test images.
-        evidence: Log evidence per training image; None if the method estimates none.
+        evidence: Log evidence per training image, of all directions of the loss Hessian.
+        evidence_error: Standard error of the evidence; 0 if it is exact, as up to 33 classes.
+        n_samples: Number of samples that outputs are averaged over; with more of them the evidence
+            is higher.
         ranges: Learnt ranges in words, by name; empty without an augmentation.
         magnitudes: Learnt ranges as numbers, by name.
         truth: True ranges, by name.
@@ -70,7 +75,9 @@ class LearnResult:
 
     config: LearnConfig
     accuracy: float
-    evidence: float | None
+    evidence: float
+    evidence_error: float
+    n_samples: int
     ranges: dict[str, str]
     magnitudes: dict[str, float]
     truth: dict[str, float]
@@ -96,10 +103,17 @@ class LearnResult:
         if self.scale_correlation is not None:
             lines.append(labelled("x and y scale", f"correlated by {self.scale_correlation:.2f}"))
         lines.append(labelled("test accuracy", f"{self.accuracy:.1%}"))
-        if self.evidence is not None:
-            lines.append(labelled("log evidence", f"{self.evidence:.3f} per training image"))
+        lines.append(labelled("log evidence", self._evidence_words()))
         lines.append(labelled("time", f"{self.seconds:.0f} s"))
         return "\n".join(lines)
+
+    def _evidence_words(self) -> str:
+        words = f"{with_error(self.evidence, self.evidence_error)} per training image"
+        if self.config.subset_of_weights == "last_layer":
+            words += ", of the last layer"
+        if self.n_samples > 1:
+            words += f", {self.n_samples} samples"
+        return words
 
     def _range_lines(self) -> list[str]:
         """Return a line for each range that is not zero in truth, and one for all others."""
@@ -149,14 +163,16 @@ def learn(
         result = LearnResult(
             config,
             accuracy=accuracy(model, TensorDataset(split.x_test, split.y_test)),
-            evidence=_best_evidence(training, len(split.x_train)),
+            evidence=training.evidence / len(split.x_train),
+            evidence_error=training.evidence_error / len(split.x_train),
+            n_samples=training.n_samples.get("", 1),
             **_learnt(augmentation),
             truth=datasets.true_ranges(config.transform),
             scale_correlation=_scale_correlation(config, augmentation),
             seconds=seconds,
             training=training,
         )
-        _draw(directory, result, training.history, augmentation, split.x_train)
+        _draw(directory, result, training, augmentation, split.x_train)
         directory.save("summary.json", result.summary())
     return result
 
@@ -169,6 +185,12 @@ def _augmentation(config: LearnConfig) -> AffineImage | None:
     if config.method == "fixed":
         return AffineImage(init=dict(config.fixed), draws="sobol").frozen()
     return None
+
+
+def _objective(config: LearnConfig) -> Objective:
+    if config.method == "augerino":
+        return Augerino(config.strength)
+    return Evidence()
 
 
 def _train(
@@ -185,14 +207,14 @@ def _train(
         collate = _trivially_augmented
     loader = DataLoader(train, BATCH, shuffle=True, collate_fn=collate)
     options: dict[str, Any] = {}
-    objective: Objective = Evidence()
     if config.method == "augerino":
-        objective = Augerino(config.strength)
         options["lr_aug"] = config.lr_augerino
     return marglik_training(
         model,
         loader,
-        objective=objective,
+        objective=_objective(config),
+        estimator=config.estimator,
+        subset_of_weights=config.subset_of_weights,
         marglik_loader=DataLoader(train, MARGLIK_BATCH),
         valid_loader=DataLoader(TensorDataset(*test[:N_SHOWN]), TEST_BATCH),
         checkpoint=directory.path("checkpoint.pt"),
@@ -212,14 +234,6 @@ def _trivially_augmented(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor,
     x, y = default_collate(examples)
     images = [transform(image) for image in (x * 255).round().to(torch.uint8)]
     return torch.stack(images).to(x.dtype) / 255, y
-
-
-def _best_evidence(training: Result, n_data: int) -> float | None:
-    found = [record["evidence"] for record in training.history]
-    estimated = [evidence for evidence in found if evidence is not None]
-    if not estimated:
-        return None
-    return max(estimated) / n_data
 
 
 def _learnt(augmentation: AffineImage | None) -> dict[str, Any]:
@@ -246,13 +260,15 @@ def _scale_correlation(config: LearnConfig, augmentation: AffineImage | None) ->
 def _draw(
     directory: RunDirectory,
     result: LearnResult,
-    history: Sequence[Mapping[str, Any]],
+    training: Result,
     augmentation: AffineImage | None,
     images: Tensor,
 ) -> None:
     config = result.config
     title = f"{config.data}, {config.transform.replace('_', ' ')}"
-    draw_evidence(directory, history, len(images), title)
+    history = training.history
+    estimator = chosen_estimator(config.estimator, training.model, _objective(config))
+    draw_evidence(directory, history, len(images), title, estimator)
     initial = _augmentation(config)
     if augmentation is None or initial is None:
         return

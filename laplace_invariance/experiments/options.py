@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import get_args
+from typing import ClassVar, get_args
 
 from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.checks import Config, check_not_negative, check_positive
@@ -59,15 +59,25 @@ class RangesConfig(ImagesConfig):
         net: Network.
         n_samples: Number of sampled transformations per image.
         n_epochs: Number of epochs of training.
+        estimator: How the evidence is estimated in training; by default running where it learns
+            ranges, and refit elsewhere.
+        subset_of_weights: Weights that the Laplace approximation is of.
         correlated: Learn correlations of the ranges, too.
         fixed: Ranges of the method "fixed", by name of the generator; rotations are in radians.
         strength: Strength of Augerino's reward for wide ranges.
         lr_augerino: Step size of the ranges under Augerino.
     """
 
+    format: ClassVar[int] = 2  # 1: the evidence of three directions of the loss Hessian
     net: choices.NetworkName = "mlp"
     n_samples: int = 8
     n_epochs: int = 100
+    estimator: choices.EstimatorName | None = field(
+        default=None, metadata={"meanings": choices.ESTIMATORS}
+    )
+    subset_of_weights: choices.WeightsSubset = field(
+        default="all", metadata={"meanings": choices.SUBSETS_OF_WEIGHTS}
+    )
     correlated: bool = False
     fixed: Mapping[str, float] = field(default_factory=lambda: {"rotation": math.pi})
     strength: float = 0.1
@@ -77,6 +87,11 @@ class RangesConfig(ImagesConfig):
         super().__post_init__()
         check_positive(self, "n_samples", "n_epochs")
         check_not_negative(self, "strength")
+        if self.estimator == "kernel" and self.subset_of_weights != "all":
+            raise ValueError(
+                "the kernel bound is that of all weights; choose another estimator for the last "
+                "layer"
+            )
 
 
 # One configuration per verb.
@@ -152,8 +167,6 @@ class LayersConfig(ImagesConfig):
         n_hypersteps: Number of steps on prior precisions per estimate.
         lr_hyp: Step size of the prior precisions.
         marglik_batch_size: Number of images per batch of an estimate.
-        output_rank: Number of leading directions of the loss Hessian in the curvature; in Python
-            None is all.
         prior_structure: What shares a prior precision; in Python also regular expressions, as for
             ``marglik_training``.
         per_slot: Give factored layers a gradient factor per slot in the curvature.
@@ -163,6 +176,7 @@ class LayersConfig(ImagesConfig):
         seed: Seed of the subset, the transformations, the quadrants and the weights.
     """
 
+    format: ClassVar[int] = 2  # 1: the evidence of some directions of the loss Hessian
     transform: choices.Transform = "original"
     task: choices.LayersTask = field(default="plain", metadata={"meanings": choices.LAYERS_TASKS})
     kind: str = "f_fc+conv"
@@ -179,7 +193,6 @@ class LayersConfig(ImagesConfig):
     n_hypersteps: int = 50
     lr_hyp: float = 0.1
     marglik_batch_size: int = 500
-    output_rank: int | None = 3
     prior_structure: choices.PriorStructure | tuple[str, ...] = field(
         default="layerwise", metadata={"option": "prior", "meanings": choices.LAYERS_PRIORS}
     )
@@ -191,7 +204,7 @@ class LayersConfig(ImagesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "width", "n_epochs", "batch_size", "lr", "marglik_frequency")
-        check_positive(self, "lr_hyp", "marglik_batch_size", "output_rank", "free_precision")
+        check_positive(self, "lr_hyp", "marglik_batch_size", "free_precision")
         check_not_negative(self, "lr_min", "n_epochs_burnin", "n_hypersteps", "scale")
 
 
@@ -210,6 +223,7 @@ class MeasureConfig(ImagesConfig):
         seed: Seed of the subsets, the transformations, the weights and the draws.
     """
 
+    format: ClassVar[int] = 2  # 1: learnt by three directions of the loss Hessian
     shifted: str | None = None
     group: choices.MeasureGroup = "quarter-turns"
     methods: tuple[choices.MeasureMethod, ...] = field(

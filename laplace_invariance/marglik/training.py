@@ -187,10 +187,10 @@ def marglik_training(
             differentiated.
         dict_key_x: Key of the inputs, if the loader yields mappings.
         dict_key_y: Key of the targets, if the loader yields mappings.
-        estimator: How the evidence is estimated: ``"running"`` or ``"refit"``, or an object of
-            :mod:`laplace_invariance.marglik.estimators` with other options. None is ``"running"``,
-            the cheapest, where hyperparameters are learnt by the evidence, and ``"refit"``, as in
-            laplace, elsewhere.
+        estimator: How the evidence is estimated: ``"running"``, ``"refit"`` or ``"kernel"``, or an
+            object of :mod:`laplace_invariance.marglik.estimators` with other options. None is
+            ``"running"``, the cheapest, where hyperparameters are learnt by the evidence, and
+            ``"refit"``, as in laplace, elsewhere.
         subset_of_weights: Weights that the Laplace approximation is of: ``"all"`` or
             ``"last_layer"``. The prior of other weights keeps its initial precision then.
         backend_kwargs: Options of the backend, such as ``{"stochastic": True}``, for estimates

@@ -1,5 +1,6 @@
 """What experiments share: the run directory, the recipe, the seed, accuracy."""
 
+import json
 import subprocess
 import sys
 
@@ -8,8 +9,22 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from laplace_invariance.experiments.base import RunDirectory, accuracy, cosine_recipe, seeded
-from laplace_invariance.experiments.options import LayersConfig, LearnConfig, MeasureConfig
+from laplace_invariance import plots
+from laplace_invariance.experiments.base import (
+    RunDirectory,
+    accuracy,
+    cosine_recipe,
+    draw_evidence,
+    seeded,
+    with_error,
+)
+from laplace_invariance.experiments.options import (
+    LayersConfig,
+    LearnConfig,
+    MeasureConfig,
+    PairsConfig,
+)
+from laplace_invariance.marglik import KernelBound, Refit, Running
 
 CONFIG = LearnConfig()
 
@@ -52,6 +67,69 @@ def test_directory_of_a_run_is_only_resumed(tmp_path):
         RunDirectory(tmp_path, LearnConfig(seed=1), resume=True)
     with pytest.raises(ValueError, match="is of another kind of experiment; nothing was changed"):
         RunDirectory(tmp_path, LayersConfig(), resume=True)
+
+
+def test_run_of_an_earlier_format_is_refused(tmp_path):
+    begin(tmp_path)
+    path = tmp_path / "experiment.json"
+    saved = json.loads(path.read_text())
+    assert saved.pop("format") == CONFIG.format == 2
+    before = json.dumps(saved)  # without a number, as the first format was
+    path.write_text(before)
+    with pytest.raises(ValueError, match="has format 1 and this version writes format 2: its"):
+        RunDirectory(tmp_path, CONFIG, resume=True)
+    with pytest.raises(FileExistsError, match="--resume"):
+        RunDirectory(tmp_path, CONFIG)
+    assert path.read_text() == before
+
+
+def test_first_format_has_no_number(tmp_path):
+    config = PairsConfig()
+    begin(tmp_path, config)
+    path = tmp_path / "experiment.json"
+    saved = json.loads(path.read_text())
+    assert saved.pop("format") == 1
+    path.write_text(json.dumps(saved))
+    begin(tmp_path, config, resume=True)
+
+
+def test_layers_of_the_first_format_are_refused_as_such(tmp_path):
+    begin(tmp_path, LayersConfig())
+    path = tmp_path / "experiment.json"
+    saved = json.loads(path.read_text()) | {"output_rank": 3}
+    del saved["format"]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="has format 1"):
+        RunDirectory(tmp_path, LayersConfig(), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "label"),
+    [
+        (Running(), "log evidence (running estimate)"),
+        (KernelBound(), "lower bound of the log evidence"),
+        (Refit(), "log evidence"),
+    ],
+    ids=["running", "kernel", "refit"],
+)
+def test_figure_of_the_evidence_says_what_was_estimated(tmp_path, monkeypatch, estimator, label):
+    terms = {"evidence": -6.0, "log_likelihood": -2.0, "log_det_ratio": 6.0, "scatter": 2.0}
+    history = [{"epoch": 1, "evidence": None}, {"epoch": 2, **terms}]
+    seen = {}
+
+    def spy(epochs, values, ax):
+        seen.update(values, epochs=epochs)
+        return ax
+
+    monkeypatch.setattr(plots, "evidence_terms", spy)
+    draw_evidence(RunDirectory(tmp_path), history, 2, "title", estimator)
+    assert seen[label] == [-3.0]
+    assert seen["epochs"] == [2]
+
+
+def test_numbers_have_their_error_unless_they_are_exact():
+    assert with_error(-1.2345, 0.0) == "-1.234"
+    assert with_error(-1.2345, 0.0123) == "-1.234 ± 0.012"
 
 
 def test_fields_without_identity_may_differ(tmp_path):
@@ -125,9 +203,10 @@ def test_recipe_never_waits_longer_than_training():
     assert (recipe["n_epochs_burnin"], recipe["marglik_frequency"]) == (3, 2)
     assert cosine_recipe(1, 5)["marglik_frequency"] == 1
     assert cosine_recipe(9, 5)["n_epochs_burnin"] == 4
-    assert cosine_recipe(9, 5)["backend_kwargs"] == {"output_rank": 3}
+    assert cosine_recipe(9, 5)["backend_kwargs"] == {"stochastic": True}
     assert cosine_recipe(9, 5, backend_kwargs={"per_slot": True})["backend_kwargs"] == {
-        "per_slot": True
+        "stochastic": True,
+        "per_slot": True,
     }
 
 

@@ -18,11 +18,13 @@ CELLS = {
 }
 
 
-def result_of(magnitudes=(), truth=(), accuracy=0.5, **options):
+def result_of(magnitudes=(), truth=(), accuracy=0.5, error=0.0, n_samples=8, **options):
     return LearnResult(
         LearnConfig(**options),
         accuracy=accuracy,
         evidence=-1.0,
+        evidence_error=error,
+        n_samples=n_samples,
         ranges={},
         magnitudes=dict(magnitudes),
         truth=dict(truth),
@@ -69,6 +71,34 @@ def test_table_names_what_was_wanted_and_the_widest_of_the_rest():
     result = result_of(found, truth, transform="translated")
     table = CompareResult({("translated", "evidence"): [result]}).markdown()
     assert "x shift 0.50 (0.57), others ≤ 0.07 (shear)" in table
+
+
+def test_evidences_come_with_their_samples_and_errors():
+    exact = CompareResult(
+        {
+            ("original", "evidence"): [result_of(), result_of()],
+            ("original", "fixed"): [result_of(method="fixed")],
+            ("original", "none"): [result_of(method="none", n_samples=1)],
+        }
+    ).markdown()
+    caption = (
+        "Log evidence per training image, exact, samples S = 8 (evidence, fixed) and S = 1 (none)"
+    )
+    assert f"{caption}:\n\n| method | original |" in exact
+    assert "| evidence | -1.000 ± 0.000 |" in exact
+    estimated = result_of(error=0.02, subset_of_weights="last_layer")
+    table = CompareResult({("original", "evidence"): [estimated]}).markdown()
+    assert "image, of the last layer, with standard errors up to 0.020, samples S = 8" in table
+
+
+def test_every_run_gets_the_estimator_and_the_weights():
+    (run,) = CompareConfig(
+        transforms=("original",),
+        methods=("none",),
+        estimator="refit",
+        subset_of_weights="last-layer",
+    ).runs
+    assert (run.estimator, run.subset_of_weights) == ("refit", "last_layer")
 
 
 def test_cells_may_be_absent():

@@ -21,7 +21,6 @@ SMALL = {
     "marglik_frequency": 2,
     "n_hypersteps": 2,
     "batch_size": 30,
-    "output_rank": 1,
 }
 FIGURES = {"evidence.png", "layers.png"}
 FILES = {"checkpoint.pt", "experiment.json", "history.jsonl", "report.txt", "summary.json"}
@@ -47,10 +46,20 @@ def test_directory_has_everything(finished):
     assert 0 <= result.accuracy <= 1
 
 
-def test_evidence_is_the_best_of_training(finished):
+def test_evidence_of_forty_classes_is_estimated_with_an_error(finished):
     config, _, result = finished
-    best = max(record["evidence"] or -math.inf for record in result.history) / config.n_train
-    assert result.evidence == pytest.approx(best, rel=1e-4)
+    training = result.training
+    assert result.evidence == training.evidence / config.n_train
+    assert result.evidence_error == training.evidence_error / config.n_train > 0
+    assert f"{result.evidence:.3f} ± {result.evidence_error:.3f} per training" in str(result)
+
+
+def test_evidence_of_ten_classes_is_exact():
+    result = layers(LayersConfig(kind="conv", **SMALL))
+    assert result.evidence == result.training.evidence / 60
+    assert result.evidence_error == 0
+    assert f"{result.evidence:.3f} per training image" in str(result)
+    assert result.training.la.backend.stochastic is False
 
 
 def test_network_sees_classes_and_quadrants(finished):
@@ -131,6 +140,7 @@ def asked(monkeypatch):
 
 def test_priors_may_be_shared_and_slots_told_apart(asked):
     _, plain, first = asked()
+    assert first["backend_kwargs"]["stochastic"] is True
     assert (first["prior_structure"], first["backend_kwargs"]["per_slot"]) == ("layerwise", False)
     model, loader, second = asked(
         prior_structure=[".*bias"], per_slot=True, n_epochs_burnin=9, lr=0.02

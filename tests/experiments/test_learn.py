@@ -1,7 +1,9 @@
 """``learn``: what it learns, writes, resumes and refuses."""
 
+import dataclasses
 import json
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from laplace_invariance import AffineImage, plots
 from laplace_invariance.experiments import learn as module
-from laplace_invariance.experiments.choices import LEARN_METHODS
+from laplace_invariance.experiments.choices import LEARN_METHODS, EstimatorName
 from laplace_invariance.experiments.learn import LEARN_NETWORKS, LearnConfig, learn
 
 SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2}
@@ -56,6 +58,64 @@ def test_methods_share_images_and_initial_weights(monkeypatch):
             assert torch.equal(found, expected)
 
 
+@pytest.fixture
+def asked(monkeypatch, run_cli):
+    """Return a function that returns what a command asks of ``marglik_training``."""
+    seen = []
+
+    def spy(model, loader, **options):
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    def ask(words, out):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "marglik_training", spy)
+            with pytest.raises(SystemExit, match="interrupted"):
+                run_cli(f"{words} {WORDS} --quiet --out", out)
+        return seen.pop()
+
+    return ask
+
+
+@pytest.mark.parametrize("verb", ["learn", "compare --method evidence --transform original"])
+def test_estimator_and_subset_of_weights_reach_training(asked, tmp_path, verb):
+    options = asked(f"{verb} --estimator refit --subset-of-weights last-layer", tmp_path / "a")
+    assert (options["estimator"], options["subset_of_weights"]) == ("refit", "last_layer")
+    options = asked(verb, tmp_path / "b")
+    assert (options["estimator"], options["subset_of_weights"]) == (None, "all")
+    assert options["backend_kwargs"] == {"stochastic": True}
+
+
+@pytest.mark.parametrize("estimator", get_args(EstimatorName))
+def test_every_estimator_ends_with_the_exact_evidence(estimator):
+    result = learn(LearnConfig(estimator=estimator, **SMALL | {"n_epochs": 6}))
+    training = result.training
+    assert result.evidence == training.evidence / 100
+    assert (result.evidence_error, result.n_samples) == (0.0, 2)
+    assert training.la.backend.stochastic is False
+    assert training.la.log_marginal_likelihood().item() == pytest.approx(training.evidence)
+    estimates = [record["evidence"] for record in training.history]
+    assert training.evidence not in estimates
+    assert "per training image, 2 samples\n" in str(result)
+
+
+def test_evidence_of_the_last_layer_is_called_so():
+    result = learn(LearnConfig(subset_of_weights="last_layer", **SMALL))
+    assert "per training image, of the last layer, 2 samples\n" in str(result)
+    assert len(result.training.la.mean) == sum(
+        parameter.numel() for parameter in result.training.model.net[-1].parameters()
+    )
+
+
+def test_evidence_is_shown_with_its_error():
+    result = learn(LearnConfig(method="none", **SMALL | {"n_epochs": 1}))
+    assert result.n_samples == 1
+    assert "per training image\n" in str(result)
+    estimated = dataclasses.replace(result, evidence=-1.5, evidence_error=0.004)
+    assert "log evidence    -1.500 ± 0.004 per training image\n" in str(estimated)
+    assert estimated.summary()["evidence_error"] == 0.004
+
+
 def test_training_images_are_augmented_and_those_of_the_evidence_are_not(monkeypatch):
     def spy(model, loader, **kwargs):
         upright = kwargs["marglik_loader"].dataset.tensors[0]
@@ -81,6 +141,8 @@ def test_directory_has_everything_and_is_not_overwritten(tmp_path):
     summary = json.loads(files["summary.json"])
     assert summary["ranges"]["rotation"].endswith("degrees")
     assert summary["magnitudes"] == result.magnitudes
+    assert (summary["evidence"], summary["evidence_error"]) == (result.evidence, 0.0)
+    assert summary["n_samples"] == 2
     assert len(files["history.jsonl"].splitlines()) == 4
     with pytest.raises(FileExistsError, match="--resume"):
         learn(config, out)
@@ -157,6 +219,10 @@ def test_learn_prints_words(tmp_path, capfd, run_cli):
         ("--samples 0", "n_samples must be positive"),
         ("--method augerino --strength -1", "strength must be finite and not negative"),
         ("--method fixed --fixed twist=1", "no generator 'twist'"),
+        (
+            "--estimator kernel --subset-of-weights last-layer",
+            "the kernel bound is that of all weights; choose another estimator",
+        ),
     ],
 )
 def test_learn_explains_bad_arguments_and_writes_nothing(tmp_path, run_cli, arguments, match):

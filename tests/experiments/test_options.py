@@ -25,10 +25,13 @@ from laplace_invariance.experiments.options import (
     VariationalConfig,
 )
 from laplace_invariance.layers.paths import PATHS
+from laplace_invariance.marglik.estimators import ESTIMATORS
+from laplace_invariance.marglik.settings import SUBSETS
 
 KNOWN = {
     "Activation": variational.ACTIVATIONS,
     "Draws": DRAWS,
+    "EstimatorName": ESTIMATORS,
     "LayersMethod": choices.LAYERS_METHODS,
     "LayersTask": choices.LAYERS_TASKS,
     "LearnMethod": choices.LEARN_METHODS,
@@ -39,6 +42,7 @@ KNOWN = {
     "PriorStructure": choices.LAYERS_PRIORS,
     "Transform": datasets.TRANSFORM_KINDS,
     "VariationalMethod": choices.VARIATIONAL_METHODS,
+    "WeightsSubset": SUBSETS,
 }
 CONFIGS = [verb.config for verb in VERBS.values()]
 
@@ -50,6 +54,8 @@ def test_choices_are_those_that_the_library_knows(name):
 
 def test_choices_of_parts_are_known():
     assert get_args(choices.PairsTask) == tuple(choices.PAIRS_TASKS)
+    assert get_args(choices.EstimatorName) == tuple(choices.ESTIMATORS)
+    assert get_args(choices.WeightsSubset) == tuple(choices.SUBSETS_OF_WEIGHTS)
     assert set(get_args(choices.Rotation)) < set(datasets.TRANSFORM_KINDS)
     assert {"plain", *datasets.QUADRANT_TASKS} == set(choices.LAYERS_TASKS)
     assert all(source in ImagesConfig.__doc__ for source in datasets.IMAGE_SOURCES)
@@ -75,6 +81,22 @@ def test_hyphens_may_stand_for_underscores():
     [
         (LearnConfig, {"method": "map"}, "unknown method 'map'; choose from evidence, none"),
         (LearnConfig, {"net": "vit"}, "unknown net 'vit'; choose from mlp, cnn, resnet"),
+        (
+            LearnConfig,
+            {"estimator": "fast"},
+            "unknown estimator 'fast'; choose from running, refit, kernel",
+        ),
+        (
+            LearnConfig,
+            {"subset_of_weights": "first_layer"},
+            "unknown subset_of_weights 'first_layer'; choose from all, last_layer",
+        ),
+        (LearnConfig, {"subset_of_weights": None}, "unknown subset_of_weights None"),
+        (
+            CompareConfig,
+            {"estimator": "kernel", "subset_of_weights": "last_layer"},
+            "the kernel bound is that of all weights",
+        ),
         (LearnConfig, {"transform": None}, "unknown transform None; choose from fully_rotated"),
         (CompareConfig, {"methods": []}, "methods must be some of evidence, .*, got none"),
         (CompareConfig, {"transforms": ["bent"]}, r"transforms must be some of .* got \['bent'\]"),

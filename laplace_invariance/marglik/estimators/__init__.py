@@ -15,6 +15,7 @@ __all__ = [
     "ESTIMATORS",
     "Context",
     "Estimator",
+    "KernelBound",
     "Refit",
     "Running",
     "RunningEstimator",
