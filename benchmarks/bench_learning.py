@@ -72,15 +72,20 @@ def suite(name: str) -> list[Run]:
             for variant in VARIANTS
             for net, n_epochs in (("mlp", 30), ("cnn", 16))
         ]
-    net, n_epochs = {"mlp": ("mlp", 50), "cnn": ("cnn", 24)}[name]
     kinds = ("fully_rotated", "translated", "original")
+    if name == "last-layer":
+        return [
+            Run("mnist", 2000, "mlp", 50, kind, "running, last layer", seed)
+            for seed, kind in itertools.product(range(3), kinds)
+        ]
+    net, n_epochs = {"mlp": ("mlp", 50), "cnn": ("cnn", 24)}[name]
     return [
         Run("mnist", 2000, net, n_epochs, kind, variant, seed)
         for seed, kind, variant in itertools.product(range(3), kinds, (new, old))
     ]
 
 
-SUITES = ("digits", "mlp", "cnn", "rotated")
+SUITES = ("digits", "mlp", "last-layer", "cnn", "rotated")
 
 
 def train(run: Run, **changes: Any) -> dict[str, Any]:
