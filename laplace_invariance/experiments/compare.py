@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laplace_invariance import plots
-from laplace_invariance.experiments.base import RunDirectory, say
+from laplace_invariance.experiments.base import say
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn
 from laplace_invariance.experiments.options import CompareConfig
 

@@ -23,7 +23,8 @@ from laplace_invariance import plots
 from laplace_invariance.augmentations import AffinePoints
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.datasets import rotate, rotated_shapes
-from laplace_invariance.experiments.base import RunDirectory, accuracy, say, seeded
+from laplace_invariance.experiments.base import accuracy, say, seeded
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import DemoConfig
 from laplace_invariance.hyper import learning
 from laplace_invariance.invariant import InvariantModel

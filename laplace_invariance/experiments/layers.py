@@ -23,7 +23,6 @@ from laplace_invariance import datasets, plots
 from laplace_invariance.experiments.base import (
     N_SHOWN,
     TEST_BATCH,
-    RunDirectory,
     accuracy,
     cosine_recipe,
     draw_evidence,
@@ -33,6 +32,7 @@ from laplace_invariance.experiments.base import (
     with_error,
 )
 from laplace_invariance.experiments.choices import LAYERS_METHODS, LAYERS_TASKS
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LayersConfig
 from laplace_invariance.layers import Standardise, closed_paths, equivariant_cnn
 from laplace_invariance.marglik import MAP, Evidence, Objective, Refit, Result, marglik_training

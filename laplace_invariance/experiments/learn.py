@@ -25,7 +25,6 @@ from laplace_invariance.experiments.base import (
     MARGLIK_BATCH,
     N_SHOWN,
     TEST_BATCH,
-    RunDirectory,
     accuracy,
     cosine_recipe,
     draw_evidence,
@@ -36,6 +35,7 @@ from laplace_invariance.experiments.base import (
     with_error,
 )
 from laplace_invariance.experiments.choices import LEARN_METHODS
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LearnConfig
 from laplace_invariance.layers import FixupResNet, cnn, mlp
 from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, marglik_training

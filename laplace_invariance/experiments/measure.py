@@ -24,7 +24,6 @@ from laplace_invariance.experiments.base import (
     BATCH,
     MARGLIK_BATCH,
     Recipe,
-    RunDirectory,
     accuracy,
     cosine_recipe,
     image_model,
@@ -34,6 +33,7 @@ from laplace_invariance.experiments.base import (
     training_seconds,
 )
 from laplace_invariance.experiments.choices import MEASURE_METHODS, MeasureMethod
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import MeasureConfig
 from laplace_invariance.layers import cnn
 from laplace_invariance.marglik import MAP, Evidence, Objective, Regularised, marglik_training

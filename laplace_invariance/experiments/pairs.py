@@ -22,8 +22,9 @@ from tqdm import trange
 from laplace_invariance import plots
 from laplace_invariance.autoencoder import InvariantAutoencoder, inverse_distance_loss, network
 from laplace_invariance.datasets import HiddenShifts, fourier_code
-from laplace_invariance.experiments.base import RunDirectory, seeded
+from laplace_invariance.experiments.base import seeded
 from laplace_invariance.experiments.choices import PAIRS_TASKS
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import PairsConfig
 from laplace_invariance.tables import table
 

@@ -19,13 +19,13 @@ from torch.utils.data import TensorDataset
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.experiments.base import (
-    RunDirectory,
     accuracy,
     load_transformed,
     say,
     seeded,
 )
 from laplace_invariance.experiments.choices import VARIATIONAL_METHODS, VariationalMethod
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import VariationalConfig
 from laplace_invariance.tables import table
 from laplace_invariance.variational import ShallowNetwork, fit

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from laplace_invariance.experiments import compare as module
-from laplace_invariance.experiments.base import RunDirectory
 from laplace_invariance.experiments.compare import CompareConfig, CompareResult, compare
+from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnConfig, LearnResult
 
 SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2}
