@@ -189,6 +189,23 @@ def by_laplace(
     return Estimate(evidence.item(), gradient.tolist(), fit_seconds, gradient_seconds)
 
 
+def by_bound(state: Trained, repeat: int, *, kind: str) -> Estimate:
+    """Estimate a lower bound and its gradient from the tangent kernels of all minibatches."""
+    state.model.generator.manual_seed(DRAWS_SEED)
+    torch.manual_seed(repeat)
+    bound = curvature.TangentKernelBound(state.model, "classification", kind)
+
+    def estimates() -> list[curvature.BoundEstimate]:
+        return [bound.estimate(x, y, state.n, state.precision) for x, y in state.loader]
+
+    start = time.thread_time()
+    found = estimates()
+    seconds = time.thread_time() - start
+    evidence = statistics.mean(float(each.evidence) for each in found)
+    gradient = torch.stack([each.hyperparameter_gradients[0] for each in found]).mean(0)
+    return Estimate(evidence, gradient.tolist(), 0.0, seconds)
+
+
 @dataclass(frozen=True)
 class Row:
     """An estimator.
@@ -224,6 +241,9 @@ ROWS = {
     "exact, a quarter of the batches in the gradient": Row({"share": 0.25}, random=True),
     "exact, other augmentation draws": Row({"other_draws": True}, random=True),
     "exact, last layer": Row({"subset": "last_layer"}),
+    "kernel bound, full": Row({"kind": "full"}, estimate=by_bound),
+    "kernel bound, output": Row({"kind": "output"}, estimate=by_bound),
+    "kernel bound, single": Row({"kind": "single"}, random=True, estimate=by_bound),
 }
 
 

@@ -140,7 +140,7 @@ def pulling_back(values: bool = True) -> Iterator[None]:
 
 def mark_symmetric(matrices: Tensor) -> Tensor:
     """Mark matrices ``[..., d, d]`` as symmetric, for :func:`symmetrised`, and return them."""
-    matrices._laplace_invariance_symmetric = True  # type: ignore[attr-defined]
+    matrices._laplace_invariance_symmetric = matrices._version  # type: ignore[attr-defined]
     return matrices
 
 
@@ -152,7 +152,7 @@ def symmetrised(cotangent: Tensor) -> Tensor:
     """
     if cotangent.ndim < 2:
         return cotangent
-    if getattr(cotangent, "_laplace_invariance_symmetric", False):
+    if getattr(cotangent, "_laplace_invariance_symmetric", None) == cotangent._version:
         return cotangent
     return mark_symmetric((cotangent + cotangent.mT).div_(2))
 

@@ -205,6 +205,18 @@ class Approximation:
         la.H = self._decomposed(factors)
         return leaves
 
+    def put_mean(self, fits: Sequence[Approximation]) -> None:
+        """Make the mean curvature of several fits, of which this is the last, that of ``la``."""
+        la = self.la
+        if self._structure != "kron":
+            la.H = torch.stack([fit.la.H for fit in fits]).mean(0)
+            return
+        total = fits[0].la.H_facs
+        for fit in fits[1:]:
+            total = total + fit.la.H_facs
+        la.H_facs = type(total)([[f / len(fits) for f in factors] for factors in total.kfacs])
+        la.H = la.H_facs.decompose()
+
     def _decomposed(self, factors: list[list[Tensor]]) -> KronDecomposed:
         if self.decompositions is None:
             return self.la.H_facs.decompose()
@@ -245,7 +257,8 @@ class Approximation:
             leaves: What :meth:`put` returned.
         """
         found = torch.autograd.grad(evidence, leaves)
-        return [kfac.symmetrised(cotangent) for cotangent in found]
+        # to the last digit, as a resumed run does when it finds them in its checkpoint
+        return [kfac.symmetrised(cotangent.clone()) for cotangent in found]
 
     def _weights(self) -> list[nn.Parameter]:
         """Return the weights that the approximation is of."""
@@ -263,6 +276,8 @@ class Approximation:
         la = self.la
         if self._is_copy:
             la.model.model.load_state_dict(self._model.state_dict())
+            for copied, buffer in zip(la.model.model.buffers(), self._model.buffers(), strict=True):
+                copied.data.copy_(buffer)  # those that are in no state_dict, too
         with evaluation(la.model):
             if not la.n_outputs:
                 with torch.no_grad():

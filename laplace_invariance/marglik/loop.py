@@ -124,6 +124,7 @@ class Trainer:
     def _run_epoch(self) -> Record:
         """Train the weights once, estimate the evidence and validate if due; return the record."""
         self.epoch += 1
+        self._check_what_is_learnt()
         rate = self.settings.hyperparameters.rate(self.epoch, self.n_epochs)
         self.hyperparameters.set_rate(rate)
         due = self.settings.schedule.due(self.epoch)
@@ -140,6 +141,17 @@ class Trainer:
         if loader is not None and (due or self.epoch == self.n_epochs):
             valid = self._validate(loader)
         return self._record(estimate, valid)
+
+    def _check_what_is_learnt(self) -> None:
+        """Raise if a callback changed what requires grad, which optimisers would not follow."""
+        tensors: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
+        tensors += [t for _, t in named_hyperparameters(self.model) if t.requires_grad]
+        before = [*self._weights, *self.hyperparameters.tensors]
+        if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in before]:
+            raise RuntimeError(
+                "what requires grad changed while training; end the run, and start another one "
+                "with the model as it is"
+            )
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -247,6 +247,12 @@ class Priors:
                 f"got {structure!r}"
             )
         mine = {n: p for n, p in self._parameters.items() if n.startswith(f"{layer}.")}
+        frozen = [p for p in self._model.get_submodule(layer).parameters() if not p.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"the last layer, {layer}, has parameters that do not require grad; the Laplace "
+                "approximation of the last layer is of all of them"
+            )
         self._fixed = {n: p for n, p in self._parameters.items() if n not in mine}
         self._parameters = mine
         if self.grouping:

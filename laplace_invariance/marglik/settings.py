@@ -90,6 +90,19 @@ def _check_loader(name: str, loader: DataLoader) -> int:
     return n_data
 
 
+def _batch_size(loader: DataLoader) -> int | None:
+    """Return the number of examples in a batch, of a batch sampler if there is one."""
+    if loader.batch_size is not None:
+        return loader.batch_size
+    return getattr(loader.batch_sampler, "batch_size", None)
+
+
+def _drops_last(loader: DataLoader) -> bool:
+    """Return whether a loader or its batch sampler leaves out the last, smaller batch."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "drop_last", False) or getattr(sampler, "drop_last", False)
+
+
 def _in_order(loader: DataLoader, batch_size: int | None) -> DataLoader:
     """Return a loader of all examples of another, in the order of the data set."""
     return DataLoader(
@@ -144,10 +157,15 @@ class DataSettings:
                 "evidence is that of the whole data set; wrap the examples to train on in "
                 "torch.utils.data.Subset"
             )
+        if getattr(sampler, "replacement", False):
+            raise ValueError(
+                f"{type(sampler).__name__} draws with replacement, but the evidence is that of "
+                "every example once; give marglik_loader, without a sampler"
+            )
         batch_size = self.marglik_batch_size
-        if batch_size is None and not getattr(loader, "drop_last", False):
+        if batch_size is None and not _drops_last(loader):
             return loader
-        return _in_order(loader, loader.batch_size if batch_size is None else batch_size)
+        return _in_order(loader, _batch_size(loader) if batch_size is None else batch_size)
 
     @property
     def ordered_loader(self) -> DataLoader:
@@ -156,9 +174,9 @@ class DataSettings:
         A loader without a batch size of its own is returned as it is.
         """
         loader = self.evidence_loader
-        if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        if not isinstance(loader, DataLoader) or _batch_size(loader) is None:
             return loader
-        return _in_order(loader, loader.batch_size)
+        return _in_order(loader, _batch_size(loader))
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ class Result:
 
     Attributes:
         la: Laplace approximation of the model, with all directions of the loss Hessian (or, of more
-            than 33 outputs, an unbiased estimate), fitted to the training data.
+            than 33 classes, an estimate from 64), fitted to the training data.
         model: The model, with the weights and hyperparameters that the estimator chose: of the best
             estimate (``Refit``) or the last ones.
-        evidence: Log evidence of ``la``. Its draws are the same in all runs, so that evidences
-            with the same number of samples can be compared.
+        evidence: Log evidence of ``la``, less its bias if directions are sampled. Its draws are the
+            same in all runs, so that evidences with the same number of samples can be compared.
         evidence_error: Standard error of the evidence; 0 if it is exact.
         n_samples: Numbers of samples that outputs are averaged over, by name of the module; an
             evidence with more samples is higher.
@@ -206,9 +206,9 @@ def marglik_training(
             loader.
         marglik_batch_size: Size of these batches, instead of a loader; larger is faster, memory
             permitting.
-        n_hypersteps_prior: If given, an estimate consists of ``n_hypersteps`` rounds, each of which
-            fits the curvature, takes this number of steps on priors and noise, and one on
-            hyperparameters. None is one round with ``n_hypersteps`` steps on priors.
+        n_hypersteps_prior: If given, an estimate of ``Refit`` consists of ``n_hypersteps`` rounds,
+            each of which fits the curvature, takes this number of steps on priors and noise, and
+            one on hyperparameters. None is one round with ``n_hypersteps`` steps on priors.
         valid_loader: Data on which loss and accuracy are reported whenever the evidence is
             estimated. It is only reported: nothing is chosen by it.
         callbacks: Functions called after every epoch as ``callback(record, model)``, with the

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.draws import common_draws
-from laplace_invariance.marglik import KernelBound, Refit, Running
+from laplace_invariance.marglik import MAP, KernelBound, Refit, Running
 from laplace_invariance.marglik.estimators import running
 from laplace_invariance.marglik.loop import Trainer
 
@@ -216,16 +216,28 @@ def test_evidence_of_a_result_is_exact_with_common_draws(estimator, options):
     assert result.n_samples == {"": 3}
 
 
-def test_evidence_of_many_outputs_has_a_stated_error():
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_evidence_of_many_outputs_has_a_stated_error(structure):
+    """Few, hardly trained data, for which the log determinant of random columns is off."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(60, 4), torch.randint(40, (60,)))
-    net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 40))
-    result = li.marglik_training(net, shuffled(data, 20), **FEW)
-    la = stock(net, prior_precision=result.prior_precision)
+    data = TensorDataset(torch.randn(40, 4), torch.randint(100, (40,)))
+    net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 100))
+    few = FEW | {"n_epochs": 1, "prior_prec_init": 0.1, "hessian_structure": structure}
+    result = li.marglik_training(net, shuffled(data, 20), objective=MAP(), **few)
+    la = stock(net, structure=structure, prior_precision=result.prior_precision)
     la.fit(DataLoader(data, 20))
     exact = la.log_marginal_likelihood().item()
-    assert 0 < result.evidence_error < 0.01 * abs(exact)
-    assert abs(result.evidence - exact) < 5 * result.evidence_error + 1e-3 * abs(exact)
+    assert 0 < result.evidence_error < 0.02 * abs(exact)
+    assert abs(result.evidence - exact) < 3 * result.evidence_error
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_evidence_of_many_outputs_is_exact_where_sampling_fails(likelihood):
+    y = torch.randint(40, (20,)) if likelihood == "classification" else torch.randn(20, 40)
+    data = TensorDataset(torch.randn(20, 3), y)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 40))
+    few = FEW | {"hessian_structure": "full", "likelihood": likelihood}
+    assert li.marglik_training(net, shuffled(data, 20), **few).evidence_error == 0
 
 
 def test_nothing_of_the_data_is_kept():
@@ -292,3 +304,75 @@ def test_the_kernel_bound_is_of_all_weights():
             estimator="kernel",
             subset_of_weights="last_layer",
         )
+
+
+# What reviewers broke.
+
+
+def test_a_full_curvature_is_never_of_one_random_direction():
+    loader = DataLoader(labelled_points(), 30)
+    for structure, stochastic in (("full", False), ("kron", True)):
+        changes = {"estimator": Running(), "hessian_structure": structure}
+        trainer = trainer_of(invariant_network(), loader, **changes)
+        assert trainer.estimator.approximation.la.backend.stochastic is stochastic
+
+
+@pytest.mark.parametrize("estimator", ["running", "refit", "kernel"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_what_is_learnt_may_not_change_on_the_way(estimator, requires_grad):
+    model = invariant_network()
+    model.augmentation.eta.requires_grad_(not requires_grad)
+
+    def change(record, model):
+        model.augmentation.eta.requires_grad_(requires_grad)
+
+    with pytest.raises(RuntimeError, match="what requires grad changed"):
+        li.marglik_training(
+            model, shuffled(labelled_points()), estimator=estimator, callbacks=[change], **FEW
+        )
+
+
+def test_a_batch_sampler_that_drops_examples_does_not_drop_them_from_the_evidence():
+    data, model = labelled_points(), plain_network()
+    still = {"n_epochs": 1, "n_hypersteps": 0, "optimizer_kwargs": {"lr": 0.0}}
+    sampler = torch.utils.data.BatchSampler(range(30), 16, drop_last=True)
+    part = li.marglik_training(model, DataLoader(data, batch_sampler=sampler), **still)
+    whole = li.marglik_training(model, DataLoader(data, 30), **still)
+    assert part.history[0]["evidence"] == pytest.approx(whole.history[0]["evidence"])
+    assert part.evidence == pytest.approx(whole.evidence)
+    weighted = torch.utils.data.WeightedRandomSampler(torch.ones(30), 30)
+    with pytest.raises(ValueError, match="draws with replacement"):
+        li.marglik_training(model, DataLoader(data, 10, sampler=weighted), **still)
+
+
+def test_the_kernel_bound_takes_data_smaller_than_a_batch():
+    loader = DataLoader(labelled_points(), 64)
+    result = li.marglik_training(
+        invariant_network(), loader, estimator=KernelBound(every=1), **FEW | {"n_epochs_burnin": 1}
+    )
+    assert len(result.margliks) == 3
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_the_model_is_returned_in_evaluation_mode(subset):
+    result = li.marglik_training(
+        plain_network(), shuffled(labelled_points()), subset_of_weights=subset, **FEW
+    )
+    assert not any(module.training for module in result.model.modules())
+
+
+def test_a_last_layer_that_is_partly_frozen_is_refused():
+    model = plain_network()
+    model[2].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="last layer, 2, has parameters that do not require grad"):
+        li.marglik_training(
+            model, shuffled(labelled_points()), subset_of_weights="last_layer", **FEW
+        )
+
+
+def test_priors_stay_where_the_evidence_is_never_estimated():
+    with pytest.warns(UserWarning, match="never estimated"):
+        result = li.marglik_training(
+            invariant_network(), shuffled(labelled_points()), **FEW | {"n_epochs_burnin": 9}
+        )
+    assert result.prior_precision.tolist() == [1.0] * 4

@@ -116,7 +116,8 @@ def sum_over(
     """
     hyper = match.hyperparameters()
     users = _originals(match, hyper) if copied else {}
-    weights, walks = match.guards.weights(), match.guards.walks()
+    weights = match.guards.weights() if hyper else None
+    walks = match.guards.walks()
     n_walks = 0
 
     def evaluate() -> list[Tensor]:
@@ -134,6 +135,7 @@ def sum_over(
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
         nonlocal n_walks
         n_walks = walks.count(n_walks, [*hyper, *users.values()])
+        assert weights is not None
         match.guards.check_weights(weights)
         trim()
         _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)

@@ -32,11 +32,11 @@ _batches = count(1)
 def keep(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors in one region of memory, which is freed with the last of them.
 
-    A tensor on another device, a view of a larger tensor (which someone else keeps anyway) and
-    one with a graph are returned as they are; a tensor that is given twice is copied once.
+    A tensor on another device and one with a graph are returned as they are; a tensor that is given
+    twice is copied once. Views of larger tensors are copied, too: loaders may fill these again.
     """
     found = {id(tensor): tensor for tensor in tensors}
-    copied = {key: tensor for key, tensor in found.items() if _is_in_the_heap(tensor)}
+    copied = {key: tensor for key, tensor in found.items() if _is_plain(tensor)}
     if copied:
         region = _region(sum(_padded(tensor) for tensor in copied.values()))
         start = 0
@@ -61,12 +61,10 @@ def keep_batch(x: Any, y: Tensor) -> tuple[Any, Tensor]:
     return x, y
 
 
-def _is_in_the_heap(tensor: Tensor) -> bool:
-    """Return whether a plain tensor on the CPU has a block of memory for itself."""
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether this is a plain tensor on the CPU."""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized
-    if not plain or tensor.device.type != "cpu" or tensor.requires_grad or not tensor.numel():
-        return False
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
+    return plain and tensor.device.type == "cpu" and not tensor.requires_grad and tensor.numel() > 0
 
 
 def _padded(tensor: Tensor) -> int:

@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 
 TERMS = ("log_likelihood", "log_det_ratio", "scatter")
 
-# The evidence of a result is that of all columns of the loss Hessian up to so many, and else the
-# mean of some estimates, which are unbiased, with their standard error.
+# The evidence of a result is that of all columns of the loss Hessian up to so many. With more it is
+# estimated several times. The curvature of random columns is unbiased, but not its log determinant,
+# whose bias is extrapolated from that of one estimate and of their mean.
 MOST_COLUMNS = 32
 MANY_COLUMNS = {"output_rank": 8, "stochastic": True, "num_samples": 8}
-N_ESTIMATES = 3
+N_ESTIMATES = 4
 SEED = 0  # of the draws with which evidences of results are computed, common to all runs
 
 
@@ -188,36 +189,41 @@ class RunningEstimator:
     def finish(self, epoch: int) -> Final:
         """Return to the state that the run returns, and fit a Laplace approximation there.
 
-        All columns of the loss Hessian are used, or an unbiased estimate of many, and draws that
-        are common to all runs, so that evidences can be compared.
+        All columns of the loss Hessian are used, or estimates of many, and draws that are common to
+        all runs, so that evidences can be compared.
 
         Args:
             epoch: Number of epochs done.
         """
         chosen = self.choose_final(epoch)
+        self._model.eval()
         options, n_estimates = self._final_options()
-        evidences = []
-        for i in range(n_estimates):
-            approximation = self._fit(options, signs=SEED + i)
-            if i == 0 and self._steps_at_the_end():
-                self._step_priors(approximation)
-            evidences.append(self._evidence(approximation).item())
-        values = torch.tensor(evidences, dtype=torch.float64)
-        error = 0.0
+        fits = [self._fit(options, signs=SEED + i) for i in range(n_estimates)]
+        together = fits[-1]
         if n_estimates > 1:
-            error = values.std().item() / math.sqrt(n_estimates)
-        return Final(approximation.la, values.mean().item(), error, chosen)
+            together.put_mean(fits)
+        if self._steps_at_the_end():
+            self._step_priors(together)
+        evidence = self._evidence(together).item()
+        if n_estimates == 1:
+            return Final(together.la, evidence, 0.0, chosen)
+        alone = torch.tensor([self._evidence(fit).item() for fit in fits[:-1]])
+        bias = (alone.mean().item() - evidence) / (n_estimates - 1)
+        spread = alone.std().item() / math.sqrt(n_estimates)
+        return Final(together.la, evidence - bias, math.hypot(spread, bias), chosen)
 
     def _steps_at_the_end(self) -> bool:
         """Return whether priors take their steps once more, with the exact curvature at the end."""
-        return self._settings.hyperparameters.objective.estimates
+        return bool(self.margliks)
 
     def _final_options(self) -> tuple[dict[str, Any], int]:
         """Return options of the backend for the end of a run, and the number of fits."""
         columns = ("output_rank", "stochastic", "num_samples")
         options = {name: value for name, value in self._options.items() if name not in columns}
+        evidence = self._settings.evidence
         many = self.approximation.n_outputs > MOST_COLUMNS + 1
-        if not many or not self.approximation.samples_columns():
+        exact = evidence.is_regression or evidence.hessian_structure == "full"
+        if not many or exact or not self.approximation.samples_columns():
             return options, 1
         return options | MANY_COLUMNS, N_ESTIMATES
 

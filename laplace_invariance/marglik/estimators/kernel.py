@@ -60,7 +60,7 @@ class _Bounding(RunningEstimator):
         if evidence.subset_of_weights != "all":
             raise ValueError("the kernel bound is that of all weights, not of the last layer")
         self._every = settings.every
-        self._batch_size = data.train_loader.batch_size
+        self._batch_size = min(data.train_loader.batch_size or 0, data.n_data)
         self._bound = TangentKernelBound(
             context.model, evidence.likelihood, settings.kind, dict_key_x=data.dict_key_x
         )
@@ -85,7 +85,7 @@ class _Bounding(RunningEstimator):
     def observe(self, x: Any, y: Tensor, epoch: int) -> None:
         if epoch <= self._settings.schedule.n_epochs_burnin:
             return
-        if self._batch_size is not None and len(y) < self._batch_size:
+        if len(y) < self._batch_size:
             return  # the last, smaller minibatch of an epoch would make the estimate biased
         self._step += 1
         if (self._step - 1) % self._every:

@@ -32,8 +32,8 @@ class Running(Estimator):
     more steps.
 
     The evidence of the history lags behind the weights and is not compared; what is returned is the
-    last state, with its exact evidence. The loss Hessian is estimated by one random direction
-    unless ``backend_kwargs`` says otherwise.
+    last state, with its exact evidence. The loss Hessian is estimated by one random direction,
+    but for a full curvature, unless ``backend_kwargs`` says otherwise.
 
     Attributes:
         every: Number of minibatches from one that is looked at to the next; fewer where an estimate
@@ -177,6 +177,8 @@ def _one_random_column(context: Context) -> dict[str, Any]:
     evidence = context.settings.evidence
     chosen = {"output_rank", "stochastic", "num_samples"} & set(evidence.backend_kwargs or {})
     if chosen or not issubclass(evidence.backend, AugmentedGGN):
+        return {}
+    if evidence.hessian_structure == "full":  # would be of a rank far too low
         return {}
     return {"stochastic": True, "num_samples": 1}
 
