@@ -1,0 +1,27 @@
+"""Configurations of all experiments: one class per verb of the command line.
+
+Nothing here imports torch or numpy, so that the command line, which is built from these classes,
+answers ``--help`` at once. An entry under ``Attributes:`` is also the help text of its option.
+"""
+
+from laplace_invariance.experiments.options.images import ImagesConfig
+from laplace_invariance.experiments.options.layers import LayersConfig
+from laplace_invariance.experiments.options.others import (
+    DemoConfig,
+    MeasureConfig,
+    PairsConfig,
+    VariationalConfig,
+)
+from laplace_invariance.experiments.options.ranges import CompareConfig, LearnConfig, RangesConfig
+
+__all__ = [
+    "CompareConfig",
+    "DemoConfig",
+    "ImagesConfig",
+    "LayersConfig",
+    "LearnConfig",
+    "MeasureConfig",
+    "PairsConfig",
+    "RangesConfig",
+    "VariationalConfig",
+]

@@ -1,0 +1,107 @@
+"""Configurations of experiments that learn ranges of transformations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, get_args
+
+from laplace_invariance.experiments import choices
+from laplace_invariance.experiments.checks import check_not_negative, check_positive
+from laplace_invariance.experiments.options.images import ImagesConfig
+
+__all__ = ["CompareConfig", "LearnConfig", "RangesConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangesConfig(ImagesConfig):
+    """What ``learn`` and ``compare`` have in common: the network, its training, the methods.
+
+    Attributes:
+        net: Network.
+        n_samples: Number of sampled transformations per image.
+        n_epochs: Number of epochs of training.
+        estimator: How the evidence is estimated in training; by default running where it learns
+            ranges, and refit elsewhere.
+        subset_of_weights: Weights that the Laplace approximation is of.
+        correlated: Learn correlations of the ranges, too.
+        fixed: Ranges of the method "fixed", by name of the generator; rotations are in radians.
+        strength: Strength of Augerino's reward for wide ranges.
+        lr_augerino: Step size of the ranges under Augerino.
+    """
+
+    format: ClassVar[int] = 2  # 1: the evidence of three directions of the loss Hessian
+    net: choices.NetworkName = "mlp"
+    n_samples: int = 8
+    n_epochs: int = 100
+    estimator: choices.EstimatorName | None = field(
+        default=None, metadata={"meanings": choices.ESTIMATORS}
+    )
+    subset_of_weights: choices.WeightsSubset = field(
+        default="all", metadata={"meanings": choices.SUBSETS_OF_WEIGHTS}
+    )
+    correlated: bool = False
+    fixed: Mapping[str, float] = field(default_factory=lambda: {"rotation": math.pi})
+    strength: float = 0.1
+    lr_augerino: float = 0.03
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_samples", "n_epochs")
+        check_not_negative(self, "strength")
+        if self.estimator == "kernel" and self.subset_of_weights != "all":
+            raise ValueError(
+                "the kernel bound is that of all weights; choose another estimator for the last "
+                "layer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnConfig(RangesConfig):
+    """Configuration of one run of ``learn``: images, transformation, method and network.
+
+    Attributes:
+        transform: How the images are transformed.
+        method: How invariance is learnt.
+        seed: Seed of the subset, the transformations, the weights and the draws.
+    """
+
+    transform: choices.Transform = "fully_rotated"
+    method: choices.LearnMethod = field(
+        default="evidence", metadata={"meanings": choices.LEARN_METHODS}
+    )
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(RangesConfig):
+    """Configuration of ``compare``: one run of ``learn`` per transformation, method and seed.
+
+    Attributes:
+        transforms: How the images are transformed, one or several.
+        methods: How invariance is learnt, one or several.
+        seeds: Seeds of the subset, the transformations, the weights and the draws, one or several.
+    """
+
+    transforms: tuple[choices.Transform, ...] = field(
+        default=get_args(choices.Transform), metadata={"option": "transform", "identity": False}
+    )
+    methods: tuple[choices.LearnMethod, ...] = field(
+        default=get_args(choices.LearnMethod),
+        metadata={"option": "method", "meanings": choices.LEARN_METHODS, "identity": False},
+    )
+    seeds: tuple[int, ...] = field(default=(0,), metadata={"option": "seed", "identity": False})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seeds:
+            raise ValueError("there is nothing to compare: give at least one seed")
+
+    @property
+    def runs(self) -> list[LearnConfig]:
+        """Configuration of every run, with the seeds innermost."""
+        shared = {entry.name: getattr(self, entry.name) for entry in fields(RangesConfig)}
+        cells = itertools.product(self.transforms, self.methods, self.seeds)
+        return [LearnConfig(**shared, transform=t, method=m, seed=s) for t, m, s in cells]
