@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from laplace_invariance.augmentations.base import Augmentation, check_n_samples
 from laplace_invariance.draws import are_fixed, generator_of_draws, taped
 
-__all__ = ["LEVELS", "InvariantModel", "Levels", "SampleMean"]
+__all__ = ["LEVELS", "InvariantModel", "Levels", "SampleMean", "averaging_over"]
 
 
 # Sampling levels of the current forward pass, outermost first: the batch size and sample weights
@@ -107,3 +109,22 @@ class InvariantModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"n_samples={self.n_samples}"
+
+
+@contextmanager
+def averaging_over(model: nn.Module, change: Callable[[int], int]) -> Iterator[None]:
+    """Change the number of samples of all averaging models inside another one, for the context.
+
+    Args:
+        model: Any module.
+        change: New number of samples, as a function of the present one.
+    """
+    averages = [module for module in model.modules() if isinstance(module, InvariantModel)]
+    before = [module.n_samples for module in averages]
+    try:
+        for module in averages:
+            module.n_samples = check_n_samples(change(module.n_samples))
+        yield
+    finally:
+        for module, n_samples in zip(averages, before, strict=True):
+            module.n_samples = n_samples

@@ -26,11 +26,17 @@ if TYPE_CHECKING:
 
     from laplace_invariance.augmentations.export import LearntTransform
 
-__all__ = ["Augmentation", "BoxAugmentation", "BoxOptions"]
+__all__ = ["Augmentation", "BoxAugmentation", "BoxOptions", "Openings"]
 
 CONSTRAINTS = (None, "softplus", "tanh")
 DRAWS = ("independent", "sobol", "grid")
 
+# Widths at which a search opens ranges first: of those without limit, and as shares of a limit
+WIDTHS = (0.25, 0.6)
+SHARES = (0.25, 0.75)
+AXES = ("x_", "y_", "z_")
+
+Openings = dict[tuple[str, ...], tuple[float, ...]]
 Init = float | Sequence[float] | Mapping[str, float] | Tensor
 Names = str | Sequence[str]
 
@@ -121,6 +127,30 @@ class Augmentation(Hyperparameterised):
     def ranges(self) -> dict[str, str]:
         """Return the learnt ranges, by name, in words and units such as degrees."""
         raise NotImplementedError
+
+    def openings(self) -> Openings:
+        """Return which learnt ranges open together in a search, and how far it opens them first."""
+        return {(name,): WIDTHS for name, tensor in self._learnt_tensors()}
+
+    def largest(self, name: str) -> float:
+        """Return the largest width of a range, or infinity."""
+        return math.inf
+
+    @torch.no_grad()
+    def open_(self, widths: Mapping[str, float]) -> None:
+        """Set learnt ranges to given widths, in place, and those that are not named to zero.
+
+        Args:
+            widths: Widths in the units of :meth:`magnitudes`, by names as in :meth:`openings`.
+        """
+        _check_names(self, widths, [name for name, _ in self._learnt_tensors()])
+        for name, tensor in self._learnt_tensors():
+            tensor.fill_(widths.get(name, 0.0))
+        self.project_()
+
+    def _learnt_tensors(self) -> list[tuple[str, Tensor]]:
+        tensors = [(name, getattr(self, name)) for name in self._hyperparameter_names]
+        return [(name, tensor) for name, tensor in tensors if tensor.requires_grad]
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform each input of ``x`` ``[n, ...]`` once, by a fresh draw."""
@@ -352,10 +382,60 @@ class BoxAugmentation(Augmentation):
         """Return the range of coefficient ``name``, plus or minus ``magnitude``, in words."""
         return f"±{magnitude:.3f}"
 
+    def openings(self) -> Openings:
+        """Return which learnt ranges open together: those of all axes, and others alone."""
+        if not self.eta.requires_grad:
+            return {}
+        units: dict[str, list[int]] = {}
+        for i in self.learnt:
+            name = self.names[i]
+            kind = name[2:] if name[:2] in AXES else name
+            units.setdefault(kind, []).append(i)
+        found: Openings = {}
+        for indices in units.values():
+            limit = self.limits[indices].min().item()
+            widths: tuple[float, ...] = WIDTHS
+            if math.isfinite(limit):
+                widths = tuple(share * limit for share in SHARES)
+            found[tuple(self.names[i] for i in indices)] = widths
+        return found
+
+    def largest(self, name: str) -> float:
+        """Return the limit of a range."""
+        return self.limits[self._indices(name)[0]].item()
+
+    @torch.no_grad()
+    def open_(self, widths: Mapping[str, float]) -> None:
+        """Set learnt ranges to given widths, in place, and those that are not named to zero."""
+        _check_names(self, widths, [self.names[i] for i in self.learnt])
+        wanted = self.half_widths()
+        for i in self.learnt:
+            width = float(widths.get(self.names[i], 0.0))
+            limit = self.limits[i].item()
+            if not 0 <= width <= limit * (1 + 1e-6):
+                raise ValueError(
+                    f"{self.names[i]} must be between 0 and {limit:.4g}, its limit, got {width}"
+                )
+            if self.constraint == "tanh":  # which comes to its bound at infinity
+                width = min(width, 0.95 * self._bounds()[i].item())
+            wanted[i] = width
+        self.eta.copy_(self._unconstrained(wanted))
+        if self.correlated:
+            self.mixing.zero_()
+
     def project_(self) -> None:
         """Clamp ``eta`` to the limits, in place, unless a constraint keeps it within them."""
         if self.constraint is None:
             self.eta.data.copy_(self.eta.data.maximum(-self.limits).minimum(self.limits))
+
+
+def _check_names(owner: Augmentation, widths: Mapping[str, float], learnt: Sequence[str]) -> None:
+    for name in widths:
+        if name not in learnt:
+            raise ValueError(
+                f"{type(owner).__name__} learns no range {name!r}; it learns "
+                f"{', '.join(learnt) or 'none'}"
+            )
 
 
 def in_degrees(magnitude: float) -> str:

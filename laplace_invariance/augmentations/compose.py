@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from laplace_invariance.augmentations.base import (
     Augmentation,
     BoxAugmentation,
+    Openings,
     check_draws,
     check_n_samples,
 )
@@ -84,6 +85,37 @@ class Compose(Augmentation):
     def ranges(self) -> dict[str, str]:
         """Return the ranges of all parts, by name, in words and units."""
         return _by_name([part.ranges() for part in self.parts])
+
+    def openings(self) -> Openings:
+        """Return which ranges of each part open together, by their names here."""
+        found: Openings = {}
+        for part, public in zip(self.parts, self._public_names(), strict=True):
+            for names, widths in part.openings().items():
+                found[tuple(public[name] for name in names)] = widths
+        return found
+
+    def largest(self, name: str) -> float:
+        """Return the limit of a range of a part."""
+        for part, public in zip(self.parts, self._public_names(), strict=True):
+            for own, here in public.items():
+                if here == name:
+                    return part.largest(own)
+        raise ValueError(f"no part has a range {name!r}; there are {', '.join(self.names)}")
+
+    def open_(self, widths: Mapping[str, float]) -> None:
+        """Set learnt ranges of all parts, in place, and those that are not named to zero."""
+        names = self._public_names()
+        known = {name for public in names for name in public.values()}
+        for name in widths:
+            if name not in known:
+                raise ValueError(f"no part has a range {name!r}; there are {', '.join(self.names)}")
+        for part, public in zip(self.parts, names, strict=True):
+            part.open_({own: widths[name] for own, name in public.items() if name in widths})
+
+    def _public_names(self) -> list[dict[str, str]]:
+        """Return the names here of every part's ranges, by the part's own names."""
+        remaining = iter(self.names)
+        return [{name: next(remaining) for name in part.names} for part in self.parts]
 
     def extra_repr(self) -> str:
         return ""  # the parts say it

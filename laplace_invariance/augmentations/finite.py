@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from laplace_invariance.augmentations.base import Augmentation, check_draws
+from laplace_invariance.augmentations.base import Augmentation, Openings, check_draws
 from laplace_invariance.draws import generator_of_draws
 
 __all__ = ["FiniteGroup"]
@@ -120,6 +120,31 @@ class FiniteGroup(Augmentation):
     def ranges(self) -> dict[str, str]:
         """Return the weight of each element, by name, in words."""
         return {name: f"weight {weight:.3f}" for name, weight in self.magnitudes().items()}
+
+    def openings(self) -> Openings:
+        """Return sets of elements that make a group with the identity, each to be opened fully."""
+        if not self.eta.requires_grad:
+            return {}
+        elements = self.names[1:]
+        found: Openings = {(name,): (1.0,) for name in elements if name not in NEED_SQUARES}
+        sets = (*ELEMENT_SETS.values(), elements)
+        found |= {names: (1.0,) for names in sets if len(names) > 1 and set(names) <= set(elements)}
+        return found
+
+    def largest(self, name: str) -> float:
+        """Return the ``eta`` of full invariance."""
+        return 1.0
+
+    @torch.no_grad()
+    def open_(self, widths: Mapping[str, float]) -> None:
+        """Set the ``eta`` of elements, in place, and that of others to zero."""
+        for name, width in widths.items():
+            if name not in self.names[1:]:
+                raise ValueError(f"there is no element {name!r} among {', '.join(self.names[1:])}")
+            if not 0 <= width <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, its limit, got {width}")
+        values = [float(widths.get(name, 0.0)) for name in self.names[1:]]
+        self.eta.copy_(self.eta.new_tensor(values))
 
     def project_(self) -> None:
         """Clamp ``eta`` to between 0 and 1, in place."""

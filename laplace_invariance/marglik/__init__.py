@@ -3,6 +3,7 @@
 from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.marglik.estimators import KernelBound, Refit, Running
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
+from laplace_invariance.marglik.search import Search, SearchResult
 from laplace_invariance.marglik.training import Result, marglik_training
 
 __all__ = [
@@ -15,5 +16,7 @@ __all__ = [
     "Regularised",
     "Result",
     "Running",
+    "Search",
+    "SearchResult",
     "marglik_training",
 ]

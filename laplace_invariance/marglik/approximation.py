@@ -149,6 +149,11 @@ class Approximation:
         """Number of outputs of the model; known after the first batch."""
         return self.la.n_outputs
 
+    @property
+    def n_targets(self) -> int:
+        """Number of training examples times that of outputs."""
+        return self.n_data * self.n_outputs
+
     def batch(self, data: Any) -> tuple[Any, Tensor]:
         """Return inputs and targets on the device of the weights; a mapping stays as it is."""
         device = self.la._device
@@ -243,8 +248,9 @@ class Approximation:
             if noise is not None:
                 la.sigma_noise = noise
             deltas = precision.expand(len(weights))
-            posterior = spectra * la._H_factor + deltas.repeat_interleave(sizes)
-            log_det_ratio = posterior.log().sum() - (sizes * deltas.log()).sum()
+            # whose derivative is a sum of small numbers, not a small difference of large ones
+            log_det_ratio = torch.log1p(spectra * la._H_factor / deltas.repeat_interleave(sizes))
+            log_det_ratio = log_det_ratio.sum()
             return la.log_likelihood - 0.5 * (log_det_ratio + (squares * deltas).sum())
 
         return evidence

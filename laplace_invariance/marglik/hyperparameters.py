@@ -11,7 +11,7 @@ from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.hyper import Hyperparameterised, named_hyperparameters
 from laplace_invariance.marglik.settings import Record
 
-__all__ = ["Hyperparameters"]
+__all__ = ["Hyperparameters", "outermost_augmentations"]
 
 
 class Hyperparameters:
@@ -61,7 +61,7 @@ class Hyperparameters:
 
     def describe(self) -> Record:
         """Return the present values, and the ranges of augmentations, for a record."""
-        augmentations = _outermost_augmentations(self._model)
+        augmentations = outermost_augmentations(self._model)
         return {
             "hyperparameters": {name: tensor.tolist() for name, tensor in self.named.items()},
             "ranges": {name: module.magnitudes() for name, module in augmentations.items()},
@@ -76,7 +76,7 @@ class Hyperparameters:
         self._optimizer.load_state_dict(state)
 
 
-def _outermost_augmentations(model: nn.Module) -> dict[str, Augmentation]:
+def outermost_augmentations(model: nn.Module) -> dict[str, Augmentation]:
     """Return the augmentations that are not parts of others, which report the ranges of parts."""
     found: dict[str, Augmentation] = {}
     for name, module in model.named_modules():  # parents come before their parts

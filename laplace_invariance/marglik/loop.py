@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ class Trainer:
         epoch: Number of epochs done.
         losses: Mean training loss of every epoch, with the prior's term.
         history: One record per epoch.
+        search: Estimates of a search so far, and its result; None until it has ended.
 
     Raises:
         ValueError: If nothing can be trained, or a hyperparameter is not finite.
@@ -53,7 +54,7 @@ class Trainer:
         self._weights = [p for p in model.parameters() if p.requires_grad]
         if not self._weights:
             raise ValueError("the model has no parameter that requires grad")
-        self.hyperparameters = Hyperparameters(model, settings.hyperparameters.lr_aug)
+        self.hyperparameters = Hyperparameters(model, settings.hyperparameters.first_rate)
         is_regression = settings.evidence.is_regression
         temperature = settings.evidence.temperature
         last_layer = None
@@ -68,6 +69,7 @@ class Trainer:
             Context(model, settings, self.priors, self.hyperparameters, self.guard)
         )
         self._optimizer, self._scheduler = settings.optimizer.build(model)
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
         self._objective = settings.hyperparameters.objective
         self._criterion = nn.MSELoss() if is_regression else nn.CrossEntropyLoss()
         known = {id(tensor) for _, tensor in named_hyperparameters(model)}
@@ -83,10 +85,11 @@ class Trainer:
         }
         if self._scheduler is not None:
             self._parts["scheduler"] = self._scheduler
-        self._seconds: dict[str, float] = {}
+        self._seconds = {"train": 0.0, "estimate": 0.0}
         self.epoch = 0
         self.losses: list[float] = []
         self.history: list[Record] = []
+        self.search: Record = {"trials": [], "result": None}
 
     def train(self, journal: Journal) -> None:
         """Train all epochs that are left.
@@ -130,7 +133,7 @@ class Trainer:
         due = self.settings.schedule.due(self.epoch)
         self._seconds = {"train": 0.0, "estimate": 0.0}
         with self._timed("train"):
-            self.losses.append(self._train_weights())
+            self.losses.append(self.train_on(self.settings.data.train_loader))
         self._seconds["train"] -= self._seconds["estimate"]
         estimate: Record = {}
         if due and self._objective.estimates:
@@ -160,11 +163,15 @@ class Trainer:
         yield
         self._seconds[what] += time.perf_counter() - started
 
-    def _train_weights(self) -> float:
-        """Pass once over the training data, and return the mean loss of the steps taken."""
+    def train_on(self, batches: Iterable[Any]) -> float:
+        """Step the weights once per batch, and return the mean loss of the steps taken.
+
+        Args:
+            batches: Inputs and targets of every step, as a loader yields them.
+        """
         self.model.train()
         total, count = 0.0, 0
-        for data in self.settings.data.train_loader:
+        for data in batches:
             x, y = self._batch(data)
             self._zero_grad()
             if self._objective.estimates:
@@ -185,6 +192,12 @@ class Trainer:
                 self._scheduler.step()
         self._zero_grad()
         return total / count if count else float("nan")
+
+    def restart_rate(self, n_steps: int) -> None:
+        """Let the step size of the weights fall from its first value to zero in so many steps."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = group["initial_lr"] = rate
+        self._scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, n_steps)
 
     def _step(self, loss: Tensor) -> bool:
         """Step the weights, and hyperparameters if the loss steps these; return whether it did."""
@@ -297,6 +310,7 @@ class Trainer:
             "epoch": self.epoch,
             "losses": self.losses,
             "history": self.history,
+            "search": self.search,
             **states,
         }
 
@@ -307,6 +321,7 @@ class Trainer:
         self.epoch = state["epoch"]
         self.losses = state["losses"]
         self.history = state["history"]
+        self.search = state["search"]
 
 
 def _summary(precisions: Tensor) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -19,6 +19,14 @@ from laplace_invariance.marglik.settings import PriorSettings
 __all__ = ["Priors", "grouping", "last_layer_of"]
 
 STRUCTURES = ("scalar", "layerwise", "diag", "path")
+
+# The search for the best priors on one decomposition.
+MOST_ITERATIONS = 30
+SMALL_CHANGE = 1e-3  # of all logarithms, after which it ends
+LEAST_FREE = 1e-3  # share of targets that weights leave free for the noise
+MOST_CHANGE = 3.0  # of a logarithm in an iteration
+TINY = 1e-8
+MOST_LOGARITHM = 20.0  # in magnitude, of what has no maximum
 
 
 def grouping(model: nn.Module, structure: str | Sequence[str]) -> dict[str, str]:
@@ -275,6 +283,75 @@ class Priors:
         if self._group_of_tensor is None:
             return values
         return values[self._group_of_tensor]
+
+    def maximise(
+        self,
+        evidence: Callable[[Tensor, Tensor | None], Tensor],
+        n_targets: int,
+    ) -> list[float]:
+        """Take what is learnt to the maximum of the evidence, the curvature being constant.
+
+        By fixed points: a precision is the number of weights that the data determine, divided by
+        the sum of their squares; the variance of noise is the squared error, divided by the number
+        of targets less that of all determined weights.
+
+        Args:
+            evidence: Evidence as a function of precisions and noise, as laplace takes them.
+            n_targets: Number of training examples times that of outputs.
+
+        Returns:
+            The evidence before each iteration. The last one is not finite if it, or its gradient,
+            was not; what is learnt is then as it was before.
+        """
+        start = [tensor.detach().clone() for tensor in self.learnt]
+        found: list[float] = []
+        squares = self._squares()
+        for _ in range(MOST_ITERATIONS):
+            value = evidence(self.precision, self.noise)
+            gradients = torch.autograd.grad(value, self.learnt)
+            if not all(torch.isfinite(tensor).all() for tensor in (value, *gradients)):
+                self._set_learnt(start)
+                return [*found, math.nan]
+            found.append(value.item())
+            changes = self._changes(gradients, squares, n_targets)
+            for tensor, change in zip(self.learnt, changes, strict=True):
+                tensor.data.add_(change).clamp_(-MOST_LOGARITHM, MOST_LOGARITHM)
+            if max(change.abs().max().item() for change in changes) < SMALL_CHANGE:
+                break
+        return found
+
+    @torch.no_grad()
+    def _set_learnt(self, values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self.learnt, values, strict=True):
+            tensor.copy_(value)
+
+    def _squares(self) -> Tensor:
+        """Return the sum of squares of the weights that share each precision."""
+        weights = [parameter.detach() for parameter in self._parameters.values()]
+        if not self.groups:
+            return parameters_to_vector(weights).square()
+        sums = torch.stack([weight.square().sum() for weight in weights])
+        if self._group_of_tensor is None:
+            return sums.sum().unsqueeze(0)
+        return torch.zeros_like(self.log_precision).index_add(0, self._group_of_tensor, sums)
+
+    @torch.no_grad()
+    def _changes(
+        self, gradients: Sequence[Tensor], squares: Tensor, n_targets: int
+    ) -> list[Tensor]:
+        """Return the change of every logarithm towards its fixed point."""
+        scatter = squares * self.log_precision.exp()
+        # The derivative in a log precision is (determined - scatter) / 2,
+        determined = (2 * gradients[0] + scatter).clamp(min=0)
+        changes = [
+            torch.log((determined + TINY) / (scatter + TINY)).clamp(-MOST_CHANGE, MOST_CHANGE)
+        ]
+        if len(gradients) > 1:
+            # that in the log noise is squared error / variance - free.
+            free = (n_targets - determined.sum()).clamp(min=LEAST_FREE * n_targets)
+            error = n_targets - determined.sum() + gradients[1]
+            changes.append(torch.log((error + TINY) / (free + TINY)) / 2)
+        return changes
 
     def named(self) -> dict[str, float]:
         """Return the prior precisions by name of their group; nothing with ``"diag"``."""

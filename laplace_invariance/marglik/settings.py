@@ -24,6 +24,7 @@ from laplace_invariance.marglik.objectives import Objective
 
 if TYPE_CHECKING:
     from laplace_invariance.marglik.estimators import Estimator
+    from laplace_invariance.marglik.search import Search
 
 __all__ = [
     "Callback",
@@ -41,6 +42,8 @@ __all__ = [
 
 SUBSETS = ("all", "last_layer")
 STRUCTURES = ("kron", "diag", "full")
+LR_AUG = 0.3
+LR_AUG_AFTER_SEARCH = 0.1  # which finds the region, and leaves the rest to the gradient
 
 Record = dict[str, Any]
 Callback = Callable[[Record, nn.Module], object]
@@ -264,21 +267,36 @@ class PriorSettings:
 
 @dataclass(frozen=True)
 class HyperparameterSettings:
-    """By what hyperparameters are learnt, and with which step size."""
+    """By what hyperparameters are learnt, with which step size, and from where."""
 
     objective: Objective
-    lr_aug: float
+    lr_aug: float | None
     lr_aug_min: float | None
+    search: Search | None
 
     def __post_init__(self) -> None:
         check_numbers(self, "lr_aug")
         check_numbers(self, "lr_aug_min", least=0)
+        by_evidence = self.objective.estimates and not self.objective.steps_in_training
+        if self.search is not None and not by_evidence:
+            raise ValueError(
+                f"a search compares evidences, by which {self.objective!r} learns nothing; "
+                "leave out search="
+            )
+
+    @property
+    def first_rate(self) -> float:
+        """Step size in the first epoch."""
+        if self.lr_aug is not None:
+            return self.lr_aug
+        return LR_AUG if self.search is None else LR_AUG_AFTER_SEARCH
 
     def rate(self, epoch: int, n_epochs: int) -> float:
         """Return the step size in an epoch, from 1: half a cosine over all epochs."""
-        lowest = self.lr_aug / 100 if self.lr_aug_min is None else self.lr_aug_min
+        first = self.first_rate
+        lowest = first / 100 if self.lr_aug_min is None else self.lr_aug_min
         share = (1 + math.cos(math.pi * (epoch - 1) / n_epochs)) / 2
-        return lowest + (self.lr_aug - lowest) * share
+        return lowest + (first - lowest) * share
 
 
 @dataclass(frozen=True)
@@ -388,7 +406,8 @@ class Settings:
             "prior_prec_init": repr(precision),
             "sigma_noise_init": self.priors.sigma_noise_init,
             "lr_hyp": self.priors.lr_hyp,
-            "lr_aug": (self.hyperparameters.lr_aug, self.hyperparameters.lr_aug_min),
+            "lr_aug": (self.hyperparameters.first_rate, self.hyperparameters.lr_aug_min),
+            "search": repr(self.hyperparameters.search),
             "n_hypersteps": (self.schedule.n_hypersteps, self.schedule.n_hypersteps_prior),
             "marglik_frequency": self.schedule.marglik_frequency,
             "n_epochs_burnin": self.schedule.n_epochs_burnin,

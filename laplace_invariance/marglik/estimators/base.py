@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.curvature.constant import constant_curvature
 from laplace_invariance.hyper import StepGuard
 from laplace_invariance.marglik.approximation import (
@@ -25,7 +26,15 @@ from laplace_invariance.marglik.settings import Record, Settings
 if TYPE_CHECKING:
     from laplace_invariance.marglik.hyperparameters import Hyperparameters
 
-__all__ = ["TERMS", "Context", "Estimator", "Final", "RunningEstimator", "finite"]
+__all__ = [
+    "TERMS",
+    "Context",
+    "Estimator",
+    "Final",
+    "RunningEstimator",
+    "finite",
+    "one_random_column",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +170,34 @@ class RunningEstimator:
         """Put back a state that :meth:`state_dict` returned."""
         self.margliks = state["margliks"]
 
+    def assess(self, loader: Iterable[Any]) -> float:
+        """Return the evidence of the present state, with priors taken to their optimum for it.
+
+        Draws are common to all calls, so that their evidences compare.
+
+        Args:
+            loader: Batches of all data, or of a part that stands for all.
+
+        Returns:
+            Log evidence of all data; minus infinity if it is not finite.
+        """
+        totals: list[Tensor] = []
+        n_seen = 0
+        with replayable(SEED):
+            for data in loader:
+                x, y = self.approximation.batch(data)
+                found = self.approximation.curvature(x, y)
+                totals = list(map(torch.add, totals, found)) if totals else found
+                n_seen += len(y)
+        weight = self.approximation.n_data / n_seen
+        try:
+            self.approximation.put([weight * total for total in totals])
+        except torch.linalg.LinAlgError:
+            return -math.inf
+        self._maximise_priors(self.approximation)
+        evidence = self._evidence(self.approximation).item()
+        return evidence if math.isfinite(evidence) else -math.inf
+
     # The beginning and the end.
 
     def rehearse(self) -> None:
@@ -203,7 +240,7 @@ class RunningEstimator:
         if n_estimates > 1:
             together.put_mean(fits)
         if self._steps_at_the_end():
-            self._step_priors(together)
+            self._maximise_priors(together)
         evidence = self._evidence(together).item()
         if n_estimates == 1:
             return Final(together.la, evidence, 0.0, chosen)
@@ -255,6 +292,17 @@ class RunningEstimator:
                 found.append(objective.item())
         return found
 
+    def _maximise_priors(self, approximation: Approximation) -> list[float]:
+        """Take priors and noise to their optimum; return the negative evidence on the way."""
+        if not self._settings.schedule.prior_steps:
+            return []
+        with constant_curvature(approximation.la):
+            evidence = approximation.evidence_of_priors()
+            found = self._priors.maximise(evidence, approximation.n_targets)
+        if not math.isfinite(found[-1]):
+            self._guard.skip("priors", "the evidence is not finite")
+        return [-value for value in found if math.isfinite(value)]
+
     def _evidence(self, approximation: Approximation) -> Tensor:
         """Return the evidence with the stepped priors, differentiable in what was put in."""
         noise = self._priors.noise
@@ -286,3 +334,14 @@ class RunningEstimator:
 def finite(value: float) -> float | None:
     """Return the value, or None if it is not finite, as JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
+
+
+def one_random_column(settings: Settings) -> dict[str, Any]:
+    """Return options that estimate the loss Hessian by one column, unless the user chose some."""
+    evidence = settings.evidence
+    chosen = {"output_rank", "stochastic", "num_samples"} & set(evidence.backend_kwargs or {})
+    if chosen or not issubclass(evidence.backend, AugmentedGGN):
+        return {}
+    if evidence.hessian_structure == "full":  # would be of a rank far too low
+        return {}
+    return {"stochastic": True, "num_samples": 1}

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import fresh_seed, replayable
-from laplace_invariance.marglik.estimators.base import Context, Estimator, RunningEstimator
+from laplace_invariance.marglik.estimators.base import (
+    Context,
+    Estimator,
+    RunningEstimator,
+    one_random_column,
+)
 from laplace_invariance.marglik.settings import Record, Settings, check_numbers
 
 __all__ = ["Running"]
@@ -28,8 +33,8 @@ class Running(Estimator):
     curvature, which is accumulated, and the gradient of hyperparameters, which take a step. That
     takes the derivative of the log determinant in the curvature of *all* data, which is kept from
     the last estimate. An estimate scales what was accumulated to the size of the data, decomposes
-    it, and steps the priors. So it costs no pass through the data, and hyperparameters take many
-    more steps.
+    it, and takes the priors to their optimum, unless ``n_hypersteps`` is 0. So it costs no pass
+    through the data, and hyperparameters take many more steps.
 
     The evidence of the history lags behind the weights and is not compared; what is returned is the
     last state, with its exact evidence. The loss Hessian is estimated by one random direction,
@@ -43,14 +48,18 @@ class Running(Estimator):
             hence none by default; it helps where minibatches are few and small.
         tolerance: Relative change of a Kronecker factor up to which its decomposition is used again
             at another scale. It saves time where decompositions dominate, from widths of 1,000 on.
+        oversampling: Number of samples in estimates, as a multiple of that in training. The noise
+            of few samples counts as complexity, for which ranges that are too narrow, and networks
+            that are fitted too little, are paid.
     """
 
     every: int = 10
     decay: float = 0.0
     tolerance: float = 0.0
+    oversampling: int = 2
 
     def __post_init__(self) -> None:
-        check_numbers(self, "every", whole=True)
+        check_numbers(self, "every", "oversampling", whole=True)
         check_numbers(self, "tolerance", least=0)
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {self.decay}")
@@ -63,9 +72,10 @@ class _Averaging(RunningEstimator):
     """Estimates from running averages over minibatches; returns the last state."""
 
     def __init__(self, context: Context, settings: Running) -> None:
-        super().__init__(context, _one_random_column(context), settings.tolerance)
+        super().__init__(context, one_random_column(context.settings), settings.tolerance)
         self._every = min(settings.every, _largest_interval(context.settings))
         self._decay = settings.decay
+        self._oversampling = settings.oversampling
         self._step = 0  # minibatches seen since the first that counts
         self._sum: list[Tensor] = []  # loss and curvature since the last estimate
         self._n_seen = 0  # examples that it is of
@@ -79,7 +89,8 @@ class _Averaging(RunningEstimator):
         self._step += 1
         if (self._step - 1) % self._every:
             return
-        with replayable(fresh_seed(self._step)):
+        more = averaging_over(self._model, lambda n_samples: n_samples * self._oversampling)
+        with replayable(fresh_seed(self._step)), more:
             self._learn_from(x, y)
 
     def _learn_from(self, x: Any, y: Tensor) -> None:
@@ -104,7 +115,7 @@ class _Averaging(RunningEstimator):
             self._average, self._cotangents = [], []
             self._guard.skip("priors", str(error))
             return {}
-        self.margliks += self._step_priors(self.approximation)
+        self.margliks += self._maximise_priors(self.approximation)
         evidence = self._evidence(self.approximation)
         self._note(evidence)
         if self._steps_hyperparameters and torch.isfinite(evidence):
@@ -170,17 +181,6 @@ def _trace(curvature: Tensor) -> Tensor:
     if curvature.ndim == 1:
         return curvature.sum()
     return curvature.diagonal(dim1=-2, dim2=-1).sum()
-
-
-def _one_random_column(context: Context) -> dict[str, Any]:
-    """Return the options that estimate the loss Hessian, unless the user has chosen some."""
-    evidence = context.settings.evidence
-    chosen = {"output_rank", "stochastic", "num_samples"} & set(evidence.backend_kwargs or {})
-    if chosen or not issubclass(evidence.backend, AugmentedGGN):
-        return {}
-    if evidence.hessian_structure == "full":  # would be of a rank far too low
-        return {}
-    return {"stochastic": True, "num_samples": 1}
 
 
 def _added(totals: Sequence[Tensor], found: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,153 @@
+"""What a search tries: ranges of a model's augmentations, alone and together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from laplace_invariance.augmentations.base import Augmentation
+from laplace_invariance.marglik.hyperparameters import outermost_augmentations
+
+__all__ = ["Candidate", "Space"]
+
+NARROWER, WIDER = 2 / 3, 3 / 2
+LEAST = 1e-3  # of a width that counts as open
+
+
+class Candidate(NamedTuple):
+    """Ranges to try; all others are closed.
+
+    Attributes:
+        widths: Names of ranges with their widths, in the order of the model.
+    """
+
+    widths: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        opened = [f"{name} {width:.2f}" for name, width in self.widths]
+        return ", ".join(opened) or "nothing"
+
+
+class Space:
+    """The ranges that a model can learn, and which of them to try.
+
+    A range is named by its augmentation, preceded by the name of the module if there are several.
+
+    Args:
+        model: Model with augmentations.
+
+    Raises:
+        ValueError: If the model has no range to learn.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = outermost_augmentations(model)
+        self._owners = {name: module for name, module in found.items() if module.openings()}
+        if not self._owners:
+            raise ValueError(
+                "there is no range to search: the model has no augmentation whose hyperparameters "
+                "require grad"
+            )
+        self._units: dict[tuple[str, ...], tuple[float, ...]] = {}
+        self._owner_of: dict[str, tuple[Augmentation, str]] = {}
+        for place, module in self._owners.items():
+            for names, widths in module.openings().items():
+                public = tuple(self._public(place, name) for name in names)
+                self._units[public] = widths
+                self._owner_of |= {
+                    key: (module, name) for key, name in zip(public, names, strict=True)
+                }
+
+    def _public(self, place: str, name: str) -> str:
+        return name if len(self._owners) == 1 else f"{place}.{name}"
+
+    def candidate(self, widths: Mapping[str, float]) -> Candidate:
+        """Return the candidate of given ranges.
+
+        Raises:
+            ValueError: If there is no such range, or a width is outside of its limits.
+        """
+        for name, width in widths.items():
+            if name not in self._owner_of:
+                known = ", ".join(self._owner_of)
+                raise ValueError(f"there is no range {name!r} to search; choose from {known}")
+            if not 0 <= width <= self._largest(name):
+                raise ValueError(
+                    f"{name} must be between 0 and {self._largest(name):.4g}, its limit, got "
+                    f"{width}"
+                )
+        kept = [(name, float(widths.get(name, 0.0))) for name in self._owner_of]
+        return Candidate(tuple((name, width) for name, width in kept if width > LEAST))
+
+    def put(self, candidate: Candidate) -> None:
+        """Set the ranges of the model to those of a candidate."""
+        widths = dict(candidate.widths)
+        for module in self._owners.values():
+            own = {
+                name: widths[key]
+                for key, (owner, name) in self._owner_of.items()
+                if owner is module and key in widths
+            }
+            module.open_(own)
+
+    def first(self) -> list[Candidate]:
+        """Return what is tried first: nothing, every unit at every width, all moderately open."""
+        found = [self.candidate({})]
+        for unit, widths in self._units.items():
+            found += [self.candidate(dict.fromkeys(unit, width)) for width in widths]
+        everything = {name: widths[0] for unit, widths in self._units.items() for name in unit}
+        return _different([*found, self.candidate(everything)])
+
+    def neighbours(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
+        """Return candidates near one: every open unit narrower, wider, in part or not at all.
+
+        Args:
+            candidate: The candidate.
+            others: Further candidates, best first; units that these have open are opened as well.
+        """
+        return _different(
+            itertools.chain(self._resized(candidate), self._opened(candidate, others))
+        )
+
+    def _resized(self, candidate: Candidate) -> Iterator[Candidate]:
+        widths = dict(candidate.widths)
+        for unit in self._units:
+            opened = [name for name in unit if name in widths]
+            if not opened:
+                continue
+            for factor in (WIDER, NARROWER):
+                changed = {n: min(self._largest(n), factor * widths[n]) for n in opened}
+                yield self.candidate(widths | changed)
+            rest = {name: width for name, width in widths.items() if name not in opened}
+            yield self.candidate(rest)
+            if len(opened) > 1:
+                for name in opened:
+                    yield self.candidate(rest | {name: widths[name]})
+
+    def _opened(self, candidate: Candidate, others: Sequence[Candidate]) -> Iterator[Candidate]:
+        widths = dict(candidate.widths)
+        added: list[tuple[str, ...]] = []
+        for other in others:
+            theirs = dict(other.widths)
+            for unit in self._units:
+                is_new = all(name not in widths for name in unit)
+                if is_new and unit not in added and all(name in theirs for name in unit):
+                    added.append(unit)
+                    yield self.candidate(widths | {name: theirs[name] for name in unit})
+
+    def _largest(self, name: str) -> float:
+        owner, own = self._owner_of[name]
+        return owner.largest(own) * (1 + 1e-9) if math.isfinite(owner.largest(own)) else math.inf
+
+
+def _different(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates without those that nearly repeat another one, in their order."""
+    found: dict[tuple[tuple[str, float], ...], Candidate] = {}
+    for candidate in candidates:
+        key = tuple((name, round(width, 2)) for name, width in candidate.widths)
+        found.setdefault(key, candidate)
+    return list(found.values())

@@ -1,0 +1,160 @@
+"""Pilots: short trainings with fixed ranges, all from the same weights, batches and draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from laplace_invariance.invariant import averaging_over
+from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
+from laplace_invariance.marglik.checkpoints import RandomStates
+from laplace_invariance.marglik.estimators import Refit
+from laplace_invariance.marglik.estimators.base import one_random_column
+from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.search.candidates import Candidate, Space
+from laplace_invariance.marglik.settings import Settings
+
+__all__ = ["Pilots"]
+
+SEED = 0  # of the examples that evidences are estimated from
+
+
+class Pilots:
+    """Trains a model for a while with the ranges of each candidate, and estimates its evidence.
+
+    Everything but the ranges is common: initial weights, priors, batches, draws. So differences in
+    evidence are those of the ranges, and a pilot that is trained again comes out the same.
+
+    Args:
+        model: Model as training will start with it.
+        settings: Settings of the training.
+        random_states: All sources of randomness.
+        n_steps: Number of steps on the weights in a unit of training.
+        n_samples: Number of samples in estimates, as a multiple of that in training.
+        n_examples: Number of examples that the evidence is estimated from, at most.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        random_states: RandomStates,
+        n_steps: int,
+        n_samples: int,
+        n_examples: int,
+    ) -> None:
+        self._model = model
+        self._space = Space(model)
+        self._random_states = random_states
+        self._n_steps = n_steps
+        self._n_samples = n_samples
+        self._loader = _some_of(settings, n_examples)
+        self._batches = settings.data.train_loader
+        self._hyperparameters = learnt_hyperparameters(model)
+        with constant(self._hyperparameters):
+            self._trainer = Trainer(model, _without_learning(settings))
+        self._start = self._state()
+        # units of training so far, evidence then, and the state of everything
+        self._states: dict[Candidate, tuple[int, float, dict[str, Any]]] = {}
+
+    @property
+    def space(self) -> Space:
+        """The ranges to search."""
+        return self._space
+
+    def evidence(self, candidate: Candidate, length: int) -> float:
+        """Return the evidence per example of a candidate after so many units of training.
+
+        The number of units is a power of two. Training doubles from one to the next, its step size
+        falls to zero each time, and the priors go to their optimum then. The model and all random
+        states are afterwards as they were before.
+        """
+        known, evidence, state = self._states.get(candidate, (0, math.nan, self._start))
+        if known > length:
+            known, state = 0, self._start
+        self._put(state)
+        self._space.put(candidate)
+        with constant(self._hyperparameters):
+            while known < length:
+                more = max(1, known)
+                self._train(more * self._n_steps)
+                known += more
+                evidence = self._assess()
+            self._states[candidate] = (known, evidence, self._state())
+        self._put(self._start)
+        return evidence
+
+    def _train(self, n_steps: int) -> None:
+        """Step the weights, with a step size that falls to zero, so that they come to rest."""
+        self._trainer.restart_rate(n_steps)
+        self._trainer.train_on(itertools.islice(_endless(self._batches), n_steps))
+
+    def _assess(self) -> float:
+        """Take the priors to their optimum, and return the evidence per example."""
+        before = self._random_states.state_dict()
+        with averaging_over(self._model, lambda n_samples: n_samples * self._n_samples):
+            found = self._trainer.estimator.assess(self._loader)
+        self._random_states.load_state_dict(before)
+        return found / self._trainer.settings.data.n_data
+
+    def forget(self, keep: Iterable[Candidate]) -> None:
+        """Drop the weights of all pilots but some."""
+        kept = set(keep)
+        self._states = {key: state for key, state in self._states.items() if key in kept}
+
+    def chance(self) -> float:
+        """Return the evidence per example of guessing by the frequencies of classes.
+
+        Of a regression it is minus infinity, as there is nothing to guess by.
+        """
+        if self._trainer.settings.evidence.is_regression:
+            return -math.inf
+        with torch.random.fork_rng(devices=[]):
+            labels = [self._trainer.estimator.approximation.batch(data)[1] for data in self._loader]
+        shares = torch.bincount(torch.cat(labels).flatten()).double()
+        shares = shares[shares > 0] / shares.sum()
+        return (shares * shares.log()).sum().item()
+
+    def _state(self) -> dict[str, Any]:
+        state = {"run": self._trainer.state_dict(), "random": self._random_states.state_dict()}
+        return deepcopy(state)
+
+    def _put(self, state: dict[str, Any]) -> None:
+        self._trainer.load_state_dict(deepcopy(state["run"]))
+        self._random_states.load_state_dict(state["random"])
+
+
+def _endless(loader: DataLoader) -> Iterator[Any]:
+    """Yield batches of a loader, epoch after epoch."""
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def _some_of(settings: Settings, n_examples: int) -> Iterable[Any]:
+    """Return batches of so many examples at random, always the same, or of all."""
+    loader = settings.data.ordered_loader
+    if settings.data.n_data <= n_examples or not isinstance(loader, DataLoader):
+        return loader
+    generator = torch.Generator().manual_seed(SEED)
+    chosen = torch.randperm(settings.data.n_data, generator=generator)[:n_examples]
+    return DataLoader(
+        Subset(loader.dataset, chosen.tolist()),
+        loader.batch_size,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+    )
+
+
+def _without_learning(settings: Settings) -> Settings:
+    """Return settings of a pilot: constant step size, one random column of the loss Hessian."""
+    optimizer = replace(settings.optimizer, scheduler_cls=None, scheduler_kwargs=None)
+    options = one_random_column(settings) | (settings.evidence.backend_kwargs or {})
+    evidence = replace(settings.evidence, estimator=Refit(), backend_kwargs=options)
+    return replace(settings, optimizer=optimizer, evidence=evidence)

@@ -1,0 +1,249 @@
+"""A search for ranges to start from: candidates by short trainings, most dropped early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tqdm
+from torch import nn
+
+from laplace_invariance.marglik.checkpoints import RandomStates
+from laplace_invariance.marglik.search.candidates import Candidate
+from laplace_invariance.marglik.search.pilots import Pilots
+from laplace_invariance.marglik.settings import Settings, check_numbers
+from laplace_invariance.tables import table
+
+__all__ = ["Search", "SearchResult", "Trial"]
+
+logger = logging.getLogger(__name__)
+
+MOST_UNITS = 16  # of training before candidates are judged although none is better than guessing
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One estimate of a search.
+
+    Attributes:
+        ranges: Widths of the ranges that were open, by name.
+        n_steps: Number of steps on the weights before the estimate.
+        evidence: Log evidence per example.
+    """
+
+    ranges: dict[str, float]
+    n_steps: int
+    evidence: float
+
+    def __str__(self) -> str:
+        return str(Candidate(tuple(self.ranges.items())))
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search tried; prints as a table, best first.
+
+    Attributes:
+        best: Trial whose ranges training starts from.
+        trials: The last trial of every candidate, best first among those that were trained as long.
+        chance: Log evidence per example of guessing by the frequencies of classes.
+    """
+
+    best: Trial
+    trials: list[Trial]
+    chance: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the best candidate is better than guessing."""
+        return self.best.evidence > self.chance
+
+    def __str__(self) -> str:
+        rows = [
+            [str(trial), f"{trial.evidence:.3f}", f"{self.lost_by(trial):+.3f}", str(trial.n_steps)]
+            for trial in self.trials
+        ]
+        header = ["ranges", "log evidence", "to the best", "steps"]
+        return table([header, *rows], right=(1, 2, 3))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as numbers and strings in lists and dictionaries."""
+        return {
+            "best": vars(self.best),
+            "trials": [vars(trial) for trial in self.trials],
+            "chance": self.chance,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> SearchResult:
+        """Return what :meth:`state_dict` describes."""
+        trials = [Trial(**trial) for trial in state["trials"]]
+        return cls(Trial(**state["best"]), trials, state["chance"])
+
+    def lost_by(self, trial: Trial) -> float:
+        """Return the evidence of a trial relative to the best one that was trained as long."""
+        rivals = [other.evidence for other in self.trials if other.n_steps >= trial.n_steps]
+        return trial.evidence - max(rivals)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Try ranges in short trainings, and start from those with the highest evidence.
+
+    The gradient of the evidence leads to the next optimum, and there are several. A search compares
+    evidences at finite ranges instead: nothing, every range or set of ranges alone, all together;
+    then neighbours of the best, until none is better. All pilots share initial weights, batches and
+    draws, and the priors are at their optimum for each. Where none is better than guessing, all are
+    trained for longer before any is dropped.
+
+    Attributes:
+        n_steps: Number of steps on the weights before the first estimate of a candidate.
+        keep: Number of candidates that stay after each comparison.
+        n_rounds: Number of times that neighbours of the best are tried, at most.
+        oversampling: Number of samples in estimates, as a multiple of that in training.
+        n_examples: Number of examples that an evidence is estimated from, at most.
+        margin: Gain in evidence per example below which the simpler candidate is preferred.
+    """
+
+    n_steps: int = 40
+    keep: int = 3
+    n_rounds: int = 3
+    oversampling: int = 2
+    n_examples: int = 1000
+    margin: float = 0.005
+
+    def __post_init__(self) -> None:
+        numbers = ("n_steps", "keep", "n_rounds", "oversampling", "n_examples")
+        check_numbers(self, *numbers, whole=True)
+        check_numbers(self, "margin", least=0)
+
+    def run(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        random_states: RandomStates,
+        trials: list[dict[str, Any]],
+        save: Callable[[], None],
+    ) -> SearchResult:
+        """Search, and leave the model with the best ranges and its initial weights.
+
+        Args:
+            model: Model as training will start with it.
+            settings: Settings of the training.
+            random_states: All sources of randomness; they are left as they are.
+            trials: Estimates that are known, from an interrupted search; new ones are appended.
+            save: Called after every new estimate.
+        """
+        pilots = Pilots(
+            model, settings, random_states, self.n_steps, self.oversampling, self.n_examples
+        )
+        bar = tqdm.tqdm(
+            disable=not settings.output.progress_bar, unit="pilot", desc="search", leave=True
+        )
+        with bar:
+            return _Searching(self, pilots, trials, save, bar).run()
+
+
+class _Searching:
+    """A search at work."""
+
+    def __init__(
+        self,
+        options: Search,
+        pilots: Pilots,
+        trials: list[dict[str, Any]],
+        save: Callable[[], None],
+        bar: tqdm.tqdm,
+    ) -> None:
+        self._options = options
+        self._pilots = pilots
+        self._trials = trials
+        self._save = save
+        self._bar = bar
+        # evidence by candidate and by units of training
+        self._known = {(_candidate(trial), trial["length"]): trial["evidence"] for trial in trials}
+        self._last: dict[Candidate, int] = {}  # units of training of each candidate
+
+    def run(self) -> SearchResult:
+        first = self._pilots.space.first()
+        length = self._compare_first(first)
+        first = self._best_first(first, length)
+        pool = self._continue(first, 2 * length)
+        pool = self._improve(pool, 2 * length, first)
+        pool = self._continue(pool, 4 * length)
+        self._pilots.space.put(pool[0])
+        return self._result(pool[0])
+
+    def _continue(self, pool: Sequence[Candidate], length: int) -> list[Candidate]:
+        """Train the best candidates for longer, and return them, best first."""
+        kept = list(pool[: self._options.keep])
+        self._pilots.forget(kept)
+        for candidate in kept:
+            self._try(candidate, length)
+        return self._best_first(kept, length)
+
+    def _improve(
+        self, pool: list[Candidate], length: int, first: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Try neighbours of the best candidate until none is better; return all, best first."""
+        for _ in range(self._options.n_rounds):
+            best = pool[0]
+            near = self._pilots.space.neighbours(best, first)
+            near = [candidate for candidate in near if candidate not in pool]
+            for candidate in near:
+                self._try(candidate, length)
+            pool = self._best_first([*pool, *near], length)
+            self._pilots.forget(pool[: self._options.keep])
+            if pool[0] == best:
+                break
+        return pool
+
+    def _compare_first(self, pool: Sequence[Candidate]) -> int:
+        """Train all until one is better than guessing; return how long that took, in units."""
+        chance = self._pilots.chance()
+        length = 1
+        while True:
+            found = [self._try(candidate, length) for candidate in pool]
+            if max(found) > chance or length >= MOST_UNITS:
+                return length
+            logger.info("no candidate is better than guessing after %d units", length)
+            length *= 2
+
+    def _try(self, candidate: Candidate, length: int) -> float:
+        key = (candidate, length)
+        if key not in self._known:
+            evidence = self._pilots.evidence(candidate, length)
+            self._known[key] = evidence
+            self._trials.append(
+                {"ranges": dict(candidate.widths), "length": length, "evidence": evidence}
+            )
+            self._save()
+        self._last[candidate] = max(length, self._last.get(candidate, 0))
+        self._bar.update()
+        self._bar.set_postfix_str(f"{candidate}: {self._known[key]:.3f}")
+        return self._known[key]
+
+    def _best_first(self, candidates: Sequence[Candidate], length: int) -> list[Candidate]:
+        """Sort by evidence; what opens fewer ranges is preferred within the margin."""
+
+        def score(candidate: Candidate) -> float:
+            penalty = self._options.margin * len(candidate.widths)
+            return self._known[candidate, length] - penalty
+
+        return sorted(candidates, key=score, reverse=True)
+
+    def _result(self, best: Candidate) -> SearchResult:
+        found = []
+        for candidate, length in self._last.items():
+            n_steps = length * self._options.n_steps
+            trial = Trial(dict(candidate.widths), n_steps, self._known[candidate, length])
+            found.append((candidate, trial))
+        found.sort(key=lambda pair: (-pair[1].n_steps, -pair[1].evidence))
+        chosen = next(trial for candidate, trial in found if candidate == best)
+        return SearchResult(chosen, [trial for _, trial in found], self._pilots.chance())
+
+
+def _candidate(trial: Mapping[str, Any]) -> Candidate:
+    return Candidate(tuple(trial["ranges"].items()))
