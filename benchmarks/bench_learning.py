@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import bench
+from runs import file_name, results, run_missing
 
 RESULTS = bench.ROOT / "benchmarks/results/learning"
 DATA = bench.ROOT.parent / "shared/data"
@@ -53,8 +51,7 @@ class Run(NamedTuple):
     @property
     def path(self) -> Path:
         """Return the file of the result."""
-        name = "_".join(map(str, self)).replace(", ", "-").replace(" ", "-").replace("=", "")
-        return RESULTS / f"{name}.json"
+        return RESULTS / file_name(self)
 
 
 def suite(name: str) -> list[Run]:
@@ -147,61 +144,10 @@ def train(run: Run, **changes: Any) -> dict[str, Any]:
     }
 
 
-def run_missing(runs: list[Run], jobs: int) -> None:
-    """Train what has no result yet, each in a process of its own, some at a time."""
-    from laplace_invariance.files import write_text
-
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    waiting = [run for run in runs if not run.path.exists()]
-    running: list[tuple[Run, subprocess.Popen]] = []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            run = waiting.pop(0)
-            print(f"{run} ({len(waiting)} to go)", file=sys.stderr, flush=True)
-            running.append((run, start(run)))
-        time.sleep(0.2)
-        for run, process in list(running):
-            if process.poll() is None:
-                continue
-            running.remove((run, process))
-            output = process.stdout.read()
-            results = [line for line in output.splitlines() if line.startswith("RESULT ")]
-            if process.returncode or not results:
-                print(f"{run} failed:\n{output[-2000:]}", file=sys.stderr, flush=True)
-                continue
-            write_text(run.path, results[-1].removeprefix("RESULT ") + "\n")
-
-
-def start(run: Run) -> subprocess.Popen:
-    """Start a training in a process of its own, with one thread."""
-    lines = [
-        "import json, sys, warnings",
-        "warnings.simplefilter('ignore')",
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
-        "import bench_learning",
-        f"run = bench_learning.Run(*{tuple(run)!r})",
-        "print('RESULT ' + json.dumps(bench_learning.train(run)))",
-    ]
-    return subprocess.Popen(
-        [sys.executable, "-c", "\n".join(lines)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def results() -> list[dict[str, Any]]:
-    """Return all results that are there."""
-    from laplace_invariance.files import read_json
-
-    return [read_json(path) for path in sorted(RESULTS.glob("*.json"))]
-
-
 def tables() -> str:
     """Return a table of the results, one row per setting and estimator, over seeds."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for found in results():
+    for found in results(RESULTS):
         key = tuple(found[name] for name in ("data", "n_train", "net", "n_epochs", "transform"))
         groups.setdefault((*key, found["variant"]), []).append(found)
     order = list(VARIANTS)
@@ -247,7 +193,8 @@ def main() -> None:
     options.add_argument("--write", action="store_true", help="keep the table in README.md")
     arguments = options.parse_args()
     if not arguments.table:
-        run_missing(list(itertools.chain(*map(suite, arguments.suite))), arguments.jobs)
+        runs = list(itertools.chain(*map(suite, arguments.suite)))
+        run_missing("bench_learning", runs, arguments.jobs)
     found = tables()
     print(found)
     if arguments.write:

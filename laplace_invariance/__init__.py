@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         named_hyperparameters,
     )
     from laplace_invariance.invariant import InvariantModel
-    from laplace_invariance.marglik import marglik_training
+    from laplace_invariance.marglik import log_evidence, marglik_training
 
 __version__ = "0.1.0.dev0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "hyperparameters",
     "layers",
     "learning",
+    "log_evidence",
     "marglik",
     "marglik_training",
     "metrics",
@@ -81,6 +82,7 @@ _HOMES = {
     "constant_curvature": "curvature",
     "hyperparameters": "hyper",
     "learning": "hyper",
+    "log_evidence": "marglik",
     "marglik_training": "marglik",
     "named_hyperparameters": "hyper",
 }

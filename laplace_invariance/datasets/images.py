@@ -7,6 +7,7 @@ what comes in from outside of a transformed image is background; networks standa
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -48,23 +49,35 @@ QUADRANT_TASKS = {
 }
 
 
-def true_ranges(kind: str) -> dict[str, float]:
+def true_ranges(kind: str | Mapping[str, float]) -> dict[str, float]:
     """Return how far images of a kind are transformed along each generator of ``AffineImage``.
 
     Args:
-        kind: One of ``TRANSFORM_KINDS``; hyphens may stand for underscores.
+        kind: One of ``TRANSFORM_KINDS``; hyphens may stand for underscores. Or ranges by name, of
+            rotation, translations, and one for both scales.
 
     Returns:
         Ranges by name: rotation in radians, translation in half-widths, scale in logarithms of
         factors.
     """
-    name = kind.replace("-", "_")
-    if name not in _RANGES:
-        raise ValueError(f"unknown kind {kind!r}; choose from {', '.join(TRANSFORM_KINDS)}")
-    return {generator: _RANGES[name].get(generator, 0.0) for generator in _GENERATORS}
+    if isinstance(kind, Mapping):
+        ranges = dict(kind)
+        possible = [name for name in _GENERATORS if name != "shear"]
+        if not set(ranges) <= set(possible):
+            raise ValueError(f"images are transformed by {', '.join(possible)}, got {ranges}")
+        if ranges.get("x_scale", 0.0) != ranges.get("y_scale", 0.0):
+            raise ValueError(f"both axes are scaled by one factor, got {ranges}")
+    else:
+        name = kind.replace("-", "_")
+        if name not in _RANGES:
+            raise ValueError(f"unknown kind {kind!r}; choose from {', '.join(TRANSFORM_KINDS)}")
+        ranges = _RANGES[name]
+    return {generator: ranges.get(generator, 0.0) for generator in _GENERATORS}
 
 
-def transformed(images: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
+def transformed(
+    images: Tensor, kind: str | Mapping[str, float], generator: torch.Generator | None = None
+) -> Tensor:
     """Transform each image by a draw of its own, bilinearly, with zeros outside.
 
     Draws are uniform within plus or minus :func:`true_ranges`. An image is "fully_rotated" by up to
@@ -74,7 +87,7 @@ def transformed(images: Tensor, kind: str, generator: torch.Generator | None = N
 
     Args:
         images: Images ``[n, channels, height, width]`` in [0, 1].
-        kind: One of ``TRANSFORM_KINDS``; hyphens may stand for underscores.
+        kind: One of ``TRANSFORM_KINDS``, or ranges by name, as for :func:`true_ranges`.
         generator: Source of the draws; None is torch's default generator.
 
     Returns:
@@ -87,7 +100,9 @@ def transformed(images: Tensor, kind: str, generator: torch.Generator | None = N
     return warp(images, sample_maps(images, kind, generator))
 
 
-def sample_maps(images: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
+def sample_maps(
+    images: Tensor, kind: str | Mapping[str, float], generator: torch.Generator | None = None
+) -> Tensor:
     """Draw the affine maps ``[n, 2, 3]`` by which :func:`transformed` warps ``n`` images."""
     ranges = true_ranges(kind)
     angle, log_factor, x, y = uniform((len(images), 4), images, generator).unbind(-1)

@@ -2,6 +2,7 @@
 
 from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.marglik.estimators import KernelBound, Refit, Running
+from laplace_invariance.marglik.evidence import log_evidence
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
 from laplace_invariance.marglik.search import Search, SearchResult
 from laplace_invariance.marglik.training import Result, marglik_training
@@ -18,5 +19,6 @@ __all__ = [
     "Running",
     "Search",
     "SearchResult",
+    "log_evidence",
     "marglik_training",
 ]

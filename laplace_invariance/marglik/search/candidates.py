@@ -16,6 +16,7 @@ __all__ = ["Candidate", "Space"]
 
 NARROWER, WIDER = 2 / 3, 3 / 2
 LEAST = 1e-3  # of a width that counts as open
+MOST_OPENED = 2  # further units that are opened beside those of a candidate
 
 
 class Candidate(NamedTuple):
@@ -123,7 +124,8 @@ class Space:
                 changed = {n: min(self._largest(n), factor * widths[n]) for n in opened}
                 yield self.candidate(widths | changed)
             rest = {name: width for name, width in widths.items() if name not in opened}
-            yield self.candidate(rest)
+            if rest:
+                yield self.candidate(rest)
             if len(opened) > 1:
                 for name in opened:
                     yield self.candidate(rest | {name: widths[name]})
@@ -137,6 +139,8 @@ class Space:
                 is_new = all(name not in widths for name in unit)
                 if is_new and unit not in added and all(name in theirs for name in unit):
                     added.append(unit)
+                    if len(added) > MOST_OPENED:
+                        return
                     yield self.candidate(widths | {name: theirs[name] for name in unit})
 
     def _largest(self, name: str) -> float:

@@ -62,24 +62,23 @@ class Pilots:
         with constant(self._hyperparameters):
             self._trainer = Trainer(model, _without_learning(settings))
         self._start = self._state()
-        # units of training so far, evidence then, and the state of everything
-        self._states: dict[Candidate, tuple[int, float, dict[str, Any]]] = {}
+        # units of training so far, and the state of everything then
+        self._states: dict[Candidate, tuple[int, dict[str, Any]]] = {}
 
     @property
     def space(self) -> Space:
         """The ranges to search."""
         return self._space
 
-    def evidence(self, candidate: Candidate, length: int) -> float:
-        """Return the evidence per example of a candidate after so many units of training.
+    def evidences(self, candidate: Candidate, length: int) -> dict[int, float]:
+        """Return evidences per example of a candidate, by units of training, up to so many.
 
         The number of units is a power of two. Training doubles from one to the next, its step size
         falls to zero each time, and the priors go to their optimum then. The model and all random
         states are afterwards as they were before.
         """
-        known, evidence, state = self._states.get(candidate, (0, math.nan, self._start))
-        if known > length:
-            known, state = 0, self._start
+        known, state = self._states.get(candidate, (0, self._start))
+        found = {}
         self._put(state)
         self._space.put(candidate)
         with constant(self._hyperparameters):
@@ -87,10 +86,10 @@ class Pilots:
                 more = max(1, known)
                 self._train(more * self._n_steps)
                 known += more
-                evidence = self._assess()
-            self._states[candidate] = (known, evidence, self._state())
+                found[known] = self._assess()
+            self._states[candidate] = (known, self._state())
         self._put(self._start)
-        return evidence
+        return found
 
     def _train(self, n_steps: int) -> None:
         """Step the weights, with a step size that falls to zero, so that they come to rest."""

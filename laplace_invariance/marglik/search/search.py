@@ -31,11 +31,13 @@ class Trial:
         ranges: Widths of the ranges that were open, by name.
         n_steps: Number of steps on the weights before the estimate.
         evidence: Log evidence per example.
+        loss: By how much it is below that of the best candidate after as many steps.
     """
 
     ranges: dict[str, float]
     n_steps: int
     evidence: float
+    loss: float
 
     def __str__(self) -> str:
         return str(Candidate(tuple(self.ranges.items())))
@@ -47,7 +49,8 @@ class SearchResult:
 
     Attributes:
         best: Trial whose ranges training starts from.
-        trials: The last trial of every candidate, best first among those that were trained as long.
+        trials: The last trial of every candidate, those that were trained longest first, and the
+            best of them before others.
         chance: Log evidence per example of guessing by the frequencies of classes.
     """
 
@@ -62,10 +65,10 @@ class SearchResult:
 
     def __str__(self) -> str:
         rows = [
-            [str(trial), f"{trial.evidence:.3f}", f"{self.lost_by(trial):+.3f}", str(trial.n_steps)]
+            [str(trial), f"{trial.evidence:.3f}", f"{trial.loss:.3f}", str(trial.n_steps)]
             for trial in self.trials
         ]
-        header = ["ranges", "log evidence", "to the best", "steps"]
+        header = ["ranges", "log evidence", "lost by", "steps"]
         return table([header, *rows], right=(1, 2, 3))
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,11 +84,6 @@ class SearchResult:
         """Return what :meth:`state_dict` describes."""
         trials = [Trial(**trial) for trial in state["trials"]]
         return cls(Trial(**state["best"]), trials, state["chance"])
-
-    def lost_by(self, trial: Trial) -> float:
-        """Return the evidence of a trial relative to the best one that was trained as long."""
-        rivals = [other.evidence for other in self.trials if other.n_steps >= trial.n_steps]
-        return trial.evidence - max(rivals)
 
 
 @dataclass(frozen=True)
@@ -212,18 +210,19 @@ class _Searching:
             length *= 2
 
     def _try(self, candidate: Candidate, length: int) -> float:
-        key = (candidate, length)
-        if key not in self._known:
-            evidence = self._pilots.evidence(candidate, length)
-            self._known[key] = evidence
-            self._trials.append(
-                {"ranges": dict(candidate.widths), "length": length, "evidence": evidence}
-            )
+        """Return the evidence of a candidate after so many units of training."""
+        if (candidate, length) not in self._known:
+            found = self._pilots.evidences(candidate, length)
+            for units, evidence in found.items():
+                self._known[candidate, units] = evidence
+                ranges = dict(candidate.widths)
+                self._trials.append({"ranges": ranges, "length": units, "evidence": evidence})
             self._save()
         self._last[candidate] = max(length, self._last.get(candidate, 0))
+        evidence = self._known[candidate, length]
         self._bar.update()
-        self._bar.set_postfix_str(f"{candidate}: {self._known[key]:.3f}")
-        return self._known[key]
+        self._bar.set_postfix_str(f"{candidate}: {evidence:.3f}")
+        return evidence
 
     def _best_first(self, candidates: Sequence[Candidate], length: int) -> list[Candidate]:
         """Sort by evidence; what opens fewer ranges is preferred within the margin."""
@@ -235,14 +234,14 @@ class _Searching:
         return sorted(candidates, key=score, reverse=True)
 
     def _result(self, best: Candidate) -> SearchResult:
-        found = []
+        trials = {}
         for candidate, length in self._last.items():
+            evidence = self._known[candidate, length]
+            loss = self._known[best, length] - evidence
             n_steps = length * self._options.n_steps
-            trial = Trial(dict(candidate.widths), n_steps, self._known[candidate, length])
-            found.append((candidate, trial))
-        found.sort(key=lambda pair: (-pair[1].n_steps, -pair[1].evidence))
-        chosen = next(trial for candidate, trial in found if candidate == best)
-        return SearchResult(chosen, [trial for _, trial in found], self._pilots.chance())
+            trials[candidate] = Trial(dict(candidate.widths), n_steps, evidence, loss)
+        order = sorted(trials.values(), key=lambda trial: (-trial.n_steps, trial.loss))
+        return SearchResult(trials[best], order, self._pilots.chance())
 
 
 def _candidate(trial: Mapping[str, Any]) -> Candidate:
