@@ -21,7 +21,7 @@ __all__ = ["Priors", "grouping", "last_layer_of"]
 STRUCTURES = ("scalar", "layerwise", "diag", "path")
 
 # The search for the best priors on one decomposition.
-MOST_ITERATIONS = 30
+MOST_ITERATIONS = 100
 SMALL_CHANGE = 1e-3  # of all logarithms, after which it ends
 LEAST_FREE = 1e-3  # share of targets that weights leave free for the noise
 MOST_CHANGE = 3.0  # of a logarithm in an iteration

@@ -21,7 +21,7 @@ from laplace_invariance.marglik.checkpoints import Journal, RandomStates
 from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
-from laplace_invariance.marglik.search import Search, SearchResult
+from laplace_invariance.marglik.search import Search, SearchResult, Space
 from laplace_invariance.marglik.settings import (
     Callback,
     DataSettings,
@@ -52,8 +52,8 @@ class Result:
         evidence_error: Standard error of the evidence; 0 if it is exact.
         n_samples: Numbers of samples that outputs are averaged over, by name of the module; an
             evidence with more samples is higher.
-        margliks: Negative log marginal likelihoods, one per step on prior precisions, or per
-            estimate if there are none.
+        margliks: Negative log marginal likelihoods, one per estimate; with ``Refit``, one per step
+            on prior precisions, if there are any.
         losses: Mean training loss of every epoch, with the prior's term.
         history: One record per epoch: ``epoch`` and ``loss``; ``evidence`` and its terms,
             ``log_likelihood - 0.5 * (log_det_ratio + scatter)``, None where it was not estimated;
@@ -150,8 +150,9 @@ def marglik_training(
     Every positional argument is that of ``laplace.marglik_training`` and has the same meaning; on a
     model without hyperparameters the two take the same steps. Hyperparameters (those of
     :func:`~laplace_invariance.named_hyperparameters` that require grad) take steps by Adam, when
-    and from what depends on the ``estimator``. Prior precisions and noise take ``n_hypersteps``
-    whenever the evidence is estimated, on one decomposition of the curvature. A step whose
+    and from what depends on the ``estimator``. Whenever the evidence is estimated, prior precisions
+    and noise go to their optimum on that decomposition of the curvature, or take ``n_hypersteps``
+    towards it, as in laplace, with ``Refit``. A step whose
     objective or gradient is not finite is skipped, counted and logged.
 
     Args:
@@ -167,7 +168,7 @@ def marglik_training(
         scheduler_cls: Scheduler of the optimiser's step size, stepped after every batch.
         scheduler_kwargs: Arguments of the scheduler.
         n_epochs: Number of epochs.
-        lr_hyp: Step size, by Adam, of log prior precisions and log noise.
+        lr_hyp: Step size of these steps, by Adam, in log prior precisions and log noise.
         prior_structure: What shares a prior precision. As in laplace, ``"scalar"`` is one for all,
             ``"layerwise"`` one per tensor, ``"diag"`` one per parameter. ``"path"`` is one per path
             of every :class:`~laplace_invariance.layers.ResidualPathway` (of the innermost, if they
@@ -177,8 +178,9 @@ def marglik_training(
             have their own. ``[r".*bias"]`` is one for all biases, ``[r"(.*)\\.f_fc\\..*"]`` one for
             every module ``f_fc``.
         n_epochs_burnin: Epoch before which the evidence is not estimated.
-        n_hypersteps: Number of steps on prior precisions and noise per estimate; with
-            ``n_hypersteps_prior``, the number of rounds.
+        n_hypersteps: Number of steps on prior precisions and noise per estimate of ``Refit``; with
+            ``n_hypersteps_prior``, the number of rounds. With 0, priors keep their initial values
+            whatever estimates.
         marglik_frequency: Number of epochs from one estimate of the evidence to the next.
         prior_prec_init: Initial prior precision of all, or by regular expression as in
             ``prior_structure`` and 1 for the rest: ``{r".*\\.f_fc\\..*": 1e3}`` starts with free
@@ -265,13 +267,15 @@ def marglik_training(
     )
     for message in settings.without_effect():
         warnings.warn(message, stacklevel=2)
+    chosen_search = settings.hyperparameters.search
+    if chosen_search is not None:
+        Space(model)  # fails before anything is written if there is nothing to search
     trainer = Trainer(model, settings)
     trainer.estimator.rehearse()
     loaders = (train_loader, settings.data.evidence_loader, valid_loader)
     random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
     journal = Journal(trainer, random_states, settings.output)
     journal.open()
-    chosen_search = settings.hyperparameters.search
     if chosen_search is not None and trainer.search["result"] is None:
         _search(chosen_search, trainer, random_states, journal)
     trainer.train(journal)

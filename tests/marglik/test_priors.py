@@ -1,10 +1,12 @@
 """Prior precisions: which tensors share one, by what gradient it is learnt, what is refused."""
 
 import json
+import math
 import re
 
 import pytest
 import torch
+from builders import invariant_network, labelled_points, training_settings
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,6 +16,7 @@ from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.layers.factored import FactoredLinear2d
 from laplace_invariance.layers.residual import ResidualPathway, closed_paths
 from laplace_invariance.layers.sparse import SparseLinear2d
+from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.priors import Priors, grouping
 from laplace_invariance.marglik.settings import PriorSettings
 
@@ -408,3 +411,68 @@ def test_another_start_is_not_resumed(tmp_path):
     )
     with pytest.raises(ValueError, match="prior_prec_init"):
         li.marglik_training(nn.Linear(3, 2), loader, n_epochs=2, resume=True, **files)
+
+
+# The optimum of priors on one decomposition.
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("prior_structure", ["scalar", "layerwise", [r".*bias"]], ids=str)
+def test_priors_go_to_where_the_evidence_has_no_slope(structure, likelihood, prior_structure):
+    torch.manual_seed(1)
+    classes = 3 if likelihood == "classification" else 0
+    model = invariant_network(max(classes, 1), draws="grid")
+    loader = DataLoader(labelled_points(classes=classes), 30)
+    settings = training_settings(
+        loader,
+        likelihood=likelihood,
+        hessian_structure=structure,
+        prior_structure=prior_structure,
+        temperature=0.5,
+    )
+    trainer = Trainer(model, settings)
+    evidence = trainer.estimator.assess(loader)
+    priors, la = trainer.priors, trainer.estimator.approximation.la
+    before = [tensor.detach().clone() for tensor in priors.learnt]
+    found = la.log_marginal_likelihood(priors.precision, priors.noise)
+    assert found.item() == pytest.approx(evidence)
+    slopes = torch.cat(torch.autograd.grad(found, priors.learnt))
+    assert slopes.abs().max() < 2e-2
+    for change in (-0.1, 0.1):  # a maximum along every coordinate
+        for tensor, value in zip(priors.learnt, before, strict=True):
+            for i in range(len(value)):
+                tensor.data[i] = value[i] + change
+                assert la.log_marginal_likelihood(priors.precision, priors.noise) < found
+                tensor.data[i] = value[i]
+
+
+def test_the_evidence_of_priors_keeps_its_digits():
+    """In single precision, where nearly all of many weights are determined by the prior."""
+    model = nn.Linear(4, 2, bias=False).float()
+    priors = priors_of(model, "layerwise", 1.0)
+    spectrum = torch.zeros(10**6).float()
+    spectrum[:3] = 5.0
+
+    def evidence(precision, noise):
+        squares = model.weight.detach().square().sum()
+        return -0.5 * (torch.log1p(spectrum / precision).sum() + precision.sum() * squares)
+
+    found = priors.maximise(evidence, n_targets=10)
+    assert found == sorted(found)
+    precision = priors.precision.item()
+    determined = 3 * 5.0 / (5.0 + precision)
+    assert precision == pytest.approx(determined / model.weight.square().sum().item(), rel=1e-2)
+
+
+def test_priors_stay_where_the_evidence_is_not_finite():
+    priors = priors_of(nn.Linear(3, 2), "layerwise", 2.0)
+    found = priors.maximise(lambda precision, noise: (precision * torch.nan).sum(), n_targets=1)
+    assert math.isnan(found[-1])
+    assert priors.precision.tolist() == pytest.approx([2.0, 2.0])
+
+
+def test_without_steps_priors_keep_their_initial_values():
+    model, loader = invariant_network(), DataLoader(labelled_points(), 10)
+    result = li.marglik_training(model, loader, estimator="running", n_epochs=3, n_hypersteps=0)
+    assert result.prior_precision.tolist() == pytest.approx([1.0] * 4)

@@ -71,7 +71,7 @@ def test_a_step_sees_the_gradient_of_the_evidence(monkeypatch):
     model, loader = invariant_network(draws="grid"), DataLoader(labelled_points(), 30)
     still = {"n_epochs": 2, "n_hypersteps": 0, "optimizer_kwargs": {"lr": 0.0}, "lr_aug": 1e-12}
     exact = {"backend_kwargs": {"stochastic": False}}
-    li.marglik_training(model, loader, estimator=Running(every=1), **still, **exact)
+    li.marglik_training(model, loader, estimator=Running(every=1, oversampling=1), **still, **exact)
     (found,) = seen  # the first epoch has no derivatives of the log determinant yet
     la = stock(model)
     la.fit(loader)
@@ -88,7 +88,11 @@ def test_an_estimate_is_that_of_all_data_whatever_was_seen():
     options = {"stochastic": True, "num_samples": 2}  # of three classes, hence exact
     assert half.estimator.approximation.la.backend.num_samples == 1
     half = trainer_of(
-        model, DataLoader(twice, 30), estimator=Running(), n_hypersteps=0, backend_kwargs=options
+        model,
+        DataLoader(twice, 30),
+        estimator=Running(oversampling=1),
+        n_hypersteps=0,
+        backend_kwargs=options,
     )
     half.estimator.observe(*data.tensors, epoch=1)
     assert half.estimator.estimate(1)["evidence"] == pytest.approx(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
-from laplace_invariance.marglik import MAP, Augerino, Running, training
+from laplace_invariance.marglik import Augerino, Evidence, Running, Search, training
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 EMPTY = DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
@@ -126,7 +126,8 @@ def test_every_argument_becomes_the_setting_of_its_name(monkeypatch, tmp_path):
         "dict_key_x": "x",
         "dict_key_y": "y",
         "backend_kwargs": {"output_rank": 3},
-        "objective": MAP(),
+        "objective": Evidence(),
+        "search": Search(n_steps=41),
         "lr_aug": 0.75,
         "lr_aug_min": 0.125,
         "marglik_loader": None,

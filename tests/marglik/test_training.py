@@ -115,7 +115,7 @@ def test_result_unpacks_to_four_and_carries_the_rest():
     assert (la, model, margliks, losses) == (result[0], result[1], result[2], result[3])
     assert len(result) == 4
     assert len(losses) == len(result.history) == 4
-    assert len(margliks) == 8
+    assert len(margliks) == 4
     record = result.history[-1]
     terms = record["log_likelihood"] - 0.5 * (record["log_det_ratio"] + record["scatter"])
     assert record["evidence"] == pytest.approx(terms)
@@ -176,7 +176,7 @@ def test_regression_learns_noise_priors_and_range():
     x, y = data.tensors
     with torch.no_grad():
         residual = (model(x) - y).square().mean().sqrt().item()
-    assert result.sigma_noise.item() == pytest.approx(residual, rel=0.2)
+    assert residual < result.sigma_noise.item() < 1.3 * residual  # less what weights fit of it
     assert 0.25 < result.sigma_noise.item() < 0.45
     assert augmentation.magnitudes()["rotation"] > 2.7
     assert result.prior_precision.log().std() > 1

@@ -109,7 +109,8 @@ class RunningEstimator:
         tolerance: Relative change of a Kronecker factor up to which it is not decomposed again.
 
     Attributes:
-        margliks: Negative log evidence at every step on priors, or at every fit if there are none.
+        margliks: Negative log evidence of every estimate or, with ``Refit``, at every step on
+            priors.
     """
 
     def __init__(
@@ -292,16 +293,15 @@ class RunningEstimator:
                 found.append(objective.item())
         return found
 
-    def _maximise_priors(self, approximation: Approximation) -> list[float]:
-        """Take priors and noise to their optimum; return the negative evidence on the way."""
+    def _maximise_priors(self, approximation: Approximation) -> None:
+        """Take priors and noise to their optimum on one decomposition."""
         if not self._settings.schedule.prior_steps:
-            return []
+            return
         with constant_curvature(approximation.la):
             evidence = approximation.evidence_of_priors()
             found = self._priors.maximise(evidence, approximation.n_targets)
         if not math.isfinite(found[-1]):
             self._guard.skip("priors", "the evidence is not finite")
-        return [-value for value in found if math.isfinite(value)]
 
     def _evidence(self, approximation: Approximation) -> Tensor:
         """Return the evidence with the stepped priors, differentiable in what was put in."""
@@ -309,11 +309,6 @@ class RunningEstimator:
         if noise is not None:
             noise = noise.detach()
         return approximation.la.log_marginal_likelihood(self._priors.precision.detach(), noise)
-
-    def _note(self, evidence: Tensor) -> None:
-        """Keep the evidence of an estimate, unless steps on priors did."""
-        if not self._settings.schedule.prior_steps and torch.isfinite(evidence):
-            self.margliks.append(-evidence.item())
 
     def _describe(self, evidence: Tensor) -> Record:
         la = self.approximation.la

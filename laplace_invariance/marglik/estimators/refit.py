@@ -65,7 +65,8 @@ class _Refitting(RunningEstimator):
                 continue
             self.margliks += self._step_priors(self.approximation)
             evidence = self._evidence(self.approximation)
-            self._note(evidence)
+            if not self._settings.schedule.prior_steps and torch.isfinite(evidence):
+                self.margliks.append(-evidence.item())
             record = self._describe(evidence)
             if evidence.isfinite() and evidence.item() > self.best.get("evidence", -math.inf):
                 self._keep(epoch, evidence.item())

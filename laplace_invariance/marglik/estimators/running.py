@@ -115,9 +115,10 @@ class _Averaging(RunningEstimator):
             self._average, self._cotangents = [], []
             self._guard.skip("priors", str(error))
             return {}
-        self.margliks += self._maximise_priors(self.approximation)
+        self._maximise_priors(self.approximation)
         evidence = self._evidence(self.approximation)
-        self._note(evidence)
+        if torch.isfinite(evidence):
+            self.margliks.append(-evidence.item())
         if self._steps_hyperparameters and torch.isfinite(evidence):
             self._cotangents = self.approximation.cotangents(evidence, leaves)
         return self._describe(evidence)
