@@ -14,6 +14,7 @@ NetworkName = Literal["mlp", "cnn", "resnet"]
 EstimatorName = Literal["running", "refit", "kernel"]
 WeightsSubset = Literal["all", "last_layer"]
 LearnMethod = Literal["evidence", "none", "augerino", "fixed", "trivial-augment"]
+Start = Literal["search", "closed"]
 LayersMethod = Literal["evidence", "map"]
 LayersTask = Literal["plain", "digit", "both"]
 PriorStructure = Literal["layerwise", "path", "scalar"]
@@ -34,6 +35,10 @@ LEARN_METHODS: dict[LearnMethod, str] = {
     "trivial-augment": (
         "torchvision's TrivialAugmentWide on training images, priors learnt by evidence"
     ),
+}
+STARTS: dict[Start, str] = {
+    "search": "where short trainings of many candidates have the highest evidence",
+    "closed": "at zero, with steps by gradient alone",
 }
 ESTIMATORS: dict[EstimatorName, str] = {
     "running": "from some of the minibatches that the weights are trained on",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,14 @@ from laplace_invariance.experiments.choices import LEARN_METHODS
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LearnConfig
 from laplace_invariance.layers import FixupResNet, cnn, mlp
-from laplace_invariance.marglik import Augerino, Evidence, Objective, Result, marglik_training
+from laplace_invariance.marglik import (
+    Augerino,
+    Evidence,
+    Objective,
+    Result,
+    SearchResult,
+    marglik_training,
+)
 from laplace_invariance.marglik.estimators import chosen_estimator
 from laplace_invariance.tables import labelled
 
@@ -69,7 +77,9 @@ class LearnResult:
         magnitudes: Learnt ranges as numbers, by name.
         truth: True ranges, by name.
         scale_correlation: Correlation of the two axes' scalings, if correlations were learnt.
-        seconds: Duration of training, validation included.
+        seconds: Duration of search and training, validation included.
+        search: What the search for a start tried: the best trial, all trials, and the evidence of
+            guessing; None without a search.
         training: What ``marglik_training`` returned; None if the result was read from a file.
     """
 
@@ -83,6 +93,7 @@ class LearnResult:
     truth: dict[str, float]
     scale_correlation: float | None
     seconds: float
+    search: dict[str, Any] | None = None
     training: Result | None = field(default=None, repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
@@ -98,6 +109,8 @@ class LearnResult:
             labelled("data", f"{config.data}, {words}, seed {config.seed}"),
             labelled("method", f"{config.method}: {LEARN_METHODS[config.method]}"),
         ]
+        if self.search is not None:
+            lines.append(labelled("search", self._search_words(self.search)))
         if self.magnitudes:
             lines += self._range_lines()
         if self.scale_correlation is not None:
@@ -106,6 +119,15 @@ class LearnResult:
         lines.append(labelled("log evidence", self._evidence_words()))
         lines.append(labelled("time", f"{self.seconds:.0f} s"))
         return "\n".join(lines)
+
+    def _search_words(self, search: dict[str, Any]) -> str:
+        """Return what the search tried, where it starts, and what came next."""
+        found = SearchResult.from_state_dict(search)
+        words = f"{len(found.trials)} candidates, starts at: {found.best}"
+        rivals = [t for t in found.trials if t != found.best and t.n_steps == found.best.n_steps]
+        if rivals:
+            words += f"; next, by {rivals[0].loss:.3f} nats: {rivals[0]}"
+        return words
 
     def _evidence_words(self) -> str:
         words = f"{with_error(self.evidence, self.evidence_error)} per training image"
@@ -170,6 +192,7 @@ def learn(
             truth=datasets.true_ranges(config.transform),
             scale_correlation=_scale_correlation(config, augmentation),
             seconds=seconds,
+            search=None if training.search is None else training.search.state_dict(),
             training=training,
         )
         _draw(directory, result, training, augmentation, split.x_train)
@@ -213,7 +236,8 @@ def _train(
         model,
         loader,
         objective=_objective(config),
-        estimator=config.estimator,
+        estimator=_estimator(config),
+        search=config.method == "evidence" and config.start == "search",
         subset_of_weights=config.subset_of_weights,
         marglik_loader=DataLoader(train, MARGLIK_BATCH),
         valid_loader=DataLoader(TensorDataset(*test[:N_SHOWN]), TEST_BATCH),
@@ -224,6 +248,13 @@ def _train(
         **cosine_recipe(config.n_epochs, len(loader)),
         **options,
     )
+
+
+def _estimator(config: LearnConfig) -> str:
+    """Return the name of the estimator; one that sees training images must not see augmented."""
+    if config.estimator is not None:
+        return config.estimator
+    return "refit" if config.method == "trivial-augment" else "running"
 
 
 def _trivially_augmented(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -267,7 +298,7 @@ def _draw(
     config = result.config
     title = f"{config.data}, {config.transform.replace('_', ' ')}"
     history = training.history
-    estimator = chosen_estimator(config.estimator, training.model, _objective(config))
+    estimator = chosen_estimator(_estimator(config), training.model, _objective(config))
     draw_evidence(directory, history, len(images), title, estimator)
     initial = _augmentation(config)
     if augmentation is None or initial is None:
@@ -288,6 +319,14 @@ def _draw(
     def flow(figure: Figure) -> None:
         plots.flow(augmentation, figure.subplots()).set_title(f"learnt on {title}")
 
+    if training.search is not None:
+        directory.figure("search.png", (9, 6), partial(_draw_search, training.search, title))
     directory.figure("ranges.png", (8, 4.5), ranges)
     directory.figure("samples.png", (11, 5), samples)
     directory.figure("flow.png", (5, 5), flow)
+
+
+def _draw_search(search: SearchResult, title: str, figure: Figure) -> None:
+    losses = {str(trial): trial.loss for trial in search.trials}
+    steps = {str(trial): trial.n_steps for trial in search.trials}
+    plots.search_trials(losses, steps, figure.subplots()).set_title(f"search on {title}")

@@ -16,6 +16,7 @@ from laplace_invariance.plots.training import (
     learnt_range,
     ranges_from_starts,
     ranges_over_epochs,
+    search_trials,
     spectra,
 )
 from laplace_invariance.plots.transformations import filter_bank, flow, samples, shapes
@@ -38,6 +39,7 @@ __all__ = [
     "ranges_from_starts",
     "ranges_over_epochs",
     "samples",
+    "search_trials",
     "shapes",
     "spectra",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "learnt_range",
     "ranges_from_starts",
     "ranges_over_epochs",
+    "search_trials",
     "spectra",
 ]
 
@@ -182,4 +184,28 @@ def spectra(
     ax.plot(epochs, orbit, color=COLOURS[1], lw=2.2, ls="--", label="along orbits")
     ax.set(xlabel="epoch", ylabel="change of output over change of input", yscale="log")
     ax.legend(loc="best", fontsize="small")
+    return ax
+
+
+def search_trials(losses: Mapping[str, float], steps: Mapping[str, int], ax: Axes) -> Axes:
+    """Plot by how much the candidates of a search lost, in the colour of how long they trained.
+
+    Args:
+        losses: Evidence below that of the best after as many steps, by candidate in words.
+        steps: Number of steps of each on the weights.
+        ax: Axes to draw on.
+    """
+    lengths = sorted(set(steps.values()), reverse=True)
+    for i, name in enumerate(losses):
+        index = lengths.index(steps[name])
+        first = steps[name] not in [steps[other] for other in list(losses)[:i]]
+        label = f"{steps[name]} steps" if first else None
+        ax.plot([0, losses[name]], [i, i], color=colour(index), lw=1)
+        ax.plot(losses[name], i, "o", color=colour(index), ms=5, label=label)
+    names = [name.replace("_", " ") for name in losses]
+    ax.set_yticks(range(len(losses)), [textwrap.shorten(n, 60, placeholder=" ...") for n in names])
+    ax.axvline(0, color="k", lw=1)
+    ax.invert_yaxis()
+    ax.set_xlabel("evidence lost to the best, nats per image")
+    ax.legend(loc="lower right", fontsize="small", frameon=False)
     return ax

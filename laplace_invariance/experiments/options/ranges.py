@@ -23,8 +23,9 @@ class RangesConfig(ImagesConfig):
         net: Network.
         n_samples: Number of sampled transformations per image.
         n_epochs: Number of epochs of training.
-        estimator: How the evidence is estimated in training; by default running where it learns
-            ranges, and refit elsewhere.
+        start: Where ranges that are learnt by evidence start.
+        estimator: How the evidence is estimated in training; by default running, but refit where
+            training images are augmented.
         subset_of_weights: Weights that the Laplace approximation is of.
         correlated: Learn correlations of the ranges, too.
         fixed: Ranges of the method "fixed", by name of the generator; rotations are in radians.
@@ -32,10 +33,12 @@ class RangesConfig(ImagesConfig):
         lr_augerino: Step size of the ranges under Augerino.
     """
 
-    format: ClassVar[int] = 2  # 1: the evidence of three directions of the loss Hessian
+    # 1: the evidence of three directions of the loss Hessian; 2: steps on priors, without search
+    format: ClassVar[int] = 3
     net: choices.NetworkName = "mlp"
     n_samples: int = 8
     n_epochs: int = 100
+    start: choices.Start = field(default="search", metadata={"meanings": choices.STARTS})
     estimator: choices.EstimatorName | None = field(
         default=None, metadata={"meanings": choices.ESTIMATORS}
     )
