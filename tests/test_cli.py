@@ -15,9 +15,9 @@ from laplace_invariance import __version__, cli
 ROOT = Path(__file__).parent.parent
 OPTIONS = {
     "learn": "data transform method net samples epochs train test correlated fixed strength "
-    "estimator subset-of-weights lr-augerino seed root download out resume quiet",
+    "start estimator subset-of-weights lr-augerino seed root download out resume quiet",
     "compare": "data transform method net samples epochs train test correlated fixed strength "
-    "estimator subset-of-weights lr-augerino seed root download out resume quiet",
+    "start estimator subset-of-weights lr-augerino seed root download out resume quiet",
     "layers": "data transform task kind method width prior per-slot epochs train test seed root "
     "download out resume quiet",
     "measure": "data shifted group method samples strength epochs train test seed root download "

@@ -207,5 +207,4 @@ def search_trials(losses: Mapping[str, float], steps: Mapping[str, int], ax: Axe
     ax.axvline(0, color="k", lw=1)
     ax.invert_yaxis()
     ax.set_xlabel("evidence lost to the best, nats per image")
-    ax.legend(loc="lower right", fontsize="small", frameon=False)
-    return ax
+    return legend_beside(ax)

@@ -13,9 +13,10 @@ from laplace_invariance import AffineImage, plots
 from laplace_invariance.experiments import learn as module
 from laplace_invariance.experiments.choices import LEARN_METHODS, EstimatorName
 from laplace_invariance.experiments.learn import LEARN_NETWORKS, LearnConfig, learn
+from laplace_invariance.marglik import Search, training
 
-SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2}
-WORDS = "--train 100 --test 50 --epochs 4 --samples 2"
+SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "start": "closed"}
+WORDS = "--train 100 --test 50 --epochs 4 --samples 2 --start closed"
 FIGURES = {"evidence.png", "ranges.png", "samples.png", "flow.png"}
 FILES = FIGURES | {"checkpoint.pt", "experiment.json", "history.jsonl", "summary.json"}
 
@@ -68,10 +69,11 @@ def asked(monkeypatch, run_cli):
         raise KeyboardInterrupt
 
     def ask(words, out):
+        verb, _, rest = words.partition(" ")
         with monkeypatch.context() as patch:
             patch.setattr(module, "marglik_training", spy)
             with pytest.raises(SystemExit, match="interrupted"):
-                run_cli(f"{words} {WORDS} --quiet --out", out)
+                run_cli(f"{verb} {WORDS} {rest} --quiet --out", out)
         return seen.pop()
 
     return ask
@@ -82,8 +84,33 @@ def test_estimator_and_subset_of_weights_reach_training(asked, tmp_path, verb):
     options = asked(f"{verb} --estimator refit --subset-of-weights last-layer", tmp_path / "a")
     assert (options["estimator"], options["subset_of_weights"]) == ("refit", "last_layer")
     options = asked(verb, tmp_path / "b")
-    assert (options["estimator"], options["subset_of_weights"]) == (None, "all")
+    assert (options["estimator"], options["subset_of_weights"]) == ("running", "all")
     assert options["backend_kwargs"] == {"stochastic": True}
+    assert options["search"] is False
+    assert asked(f"{verb} --start search", tmp_path / "c")["search"] is True
+
+
+def test_only_ranges_that_evidence_learns_are_searched(asked, tmp_path):
+    for method in LEARN_METHODS:
+        words = f"learn --method {method} --start search"
+        options = asked(words, tmp_path / method)
+        assert options["search"] is (method == "evidence")
+        # which sees minibatches of training, must not see augmented ones
+        assert options["estimator"] == ("refit" if method == "trivial-augment" else "running")
+
+
+def test_a_search_is_reported_drawn_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "Search", lambda: Search(n_steps=4, keep=1, n_rounds=1))
+    config = LearnConfig(**SMALL | {"start": "search", "n_epochs": 2})
+    result = learn(config, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"search.png"}
+    best = result.training.search.best
+    assert result.search["best"]["ranges"] == best.ranges
+    n_candidates = len(result.search["trials"])
+    assert f"search          {n_candidates} candidates, starts at: {best}" in str(result)
+    again = learn(config, tmp_path, resume=True)
+    assert again.summary() == result.summary()
+    assert str(again) == str(result)
 
 
 @pytest.mark.parametrize("estimator", get_args(EstimatorName))
