@@ -100,7 +100,8 @@ def test_only_ranges_that_evidence_learns_are_searched(asked, tmp_path):
 
 
 def test_a_search_is_reported_drawn_and_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "Search", lambda: Search(n_steps=4, keep=1, n_rounds=1))
+    quick = Search(n_steps=4, keep=1, n_rounds=1)
+    monkeypatch.setattr(training, "_chosen_search", lambda search: quick)
     config = LearnConfig(**SMALL | {"start": "search", "n_epochs": 2})
     result = learn(config, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"search.png"}

@@ -118,7 +118,7 @@ def test_none_is_judged_below_chance():
     with pytest.warns(UserWarning, match="better than guessing"):
         result = li.marglik_training(model, loader, search=Search(n_steps=1), **SHORT)
     assert not result.search.is_clear
-    assert {trial.n_steps for trial in result.search.trials} == {4 * MOST_UNITS}
+    assert {trial.n_steps for trial in result.search.trials} == {2 * MOST_UNITS}
 
 
 # What it finds, and leaves behind.

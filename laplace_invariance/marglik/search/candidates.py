@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -96,12 +97,20 @@ class Space:
             module.open_(own)
 
     def first(self) -> list[Candidate]:
-        """Return what is tried first: nothing, every unit at every width, all moderately open."""
+        """Return what is tried first: nothing, units alone and in pairs, all moderately open."""
         found = [self.candidate({})]
         for unit, widths in self._units.items():
             found += [self.candidate(dict.fromkeys(unit, width)) for width in widths]
+        # what helps together need not help alone
+        for one, other in itertools.combinations(self._units, 2):
+            found.append(self.candidate(self._midway(other) | self._midway(one)))
         everything = {name: widths[0] for unit, widths in self._units.items() for name in unit}
         return _different([*found, self.candidate(everything)])
+
+    def _midway(self, unit: tuple[str, ...]) -> dict[str, float]:
+        """Return the ranges of a unit at the geometric mean of its widths."""
+        width = math.exp(statistics.mean(map(math.log, self._units[unit])))
+        return dict.fromkeys(unit, width)
 
     def neighbours(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
         """Return candidates near one: every open unit narrower, wider, in part or not at all.

@@ -21,6 +21,7 @@ __all__ = ["Search", "SearchResult", "Trial"]
 logger = logging.getLogger(__name__)
 
 MOST_UNITS = 16  # of training before candidates are judged although none is better than guessing
+CLEARLY = 0.1  # share of the entropy of the classes that the best must have removed
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ class Search:
     """Try ranges in short trainings, and start from those with the highest evidence.
 
     The gradient of the evidence leads to the next optimum, and there are several. A search compares
-    evidences at finite ranges instead: nothing, every range or set of ranges alone, all together;
-    then neighbours of the best, until none is better. All pilots share initial weights, batches and
-    draws, and the priors are at their optimum for each. Where none is better than guessing, all are
-    trained for longer before any is dropped.
+    evidences at finite ranges instead: nothing, ranges alone and in pairs, all together; then
+    neighbours of the best, until none is better. All pilots share initial weights, batches and
+    draws, and the priors are at their optimum for each. Where none is much better than guessing,
+    all are trained for longer before any is dropped.
 
     Attributes:
         n_steps: Number of steps on the weights before the first estimate of a candidate.
@@ -102,7 +103,7 @@ class Search:
         n_rounds: Number of times that neighbours of the best are tried, at most.
         oversampling: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that an evidence is estimated from, at most.
-        margin: Gain in evidence per example below which the simpler candidate is preferred.
+        margin: Gain in evidence per example that a further open range must bring.
     """
 
     n_steps: int = 40
@@ -110,7 +111,7 @@ class Search:
     n_rounds: int = 3
     oversampling: int = 2
     n_examples: int = 1000
-    margin: float = 0.005
+    margin: float = 0.003
 
     def __post_init__(self) -> None:
         numbers = ("n_steps", "keep", "n_rounds", "oversampling", "n_examples")
@@ -168,9 +169,10 @@ class _Searching:
         first = self._pilots.space.first()
         length = self._compare_first(first)
         first = self._best_first(first, length)
-        pool = self._continue(first, 2 * length)
-        pool = self._improve(pool, 2 * length, first)
-        pool = self._continue(pool, 4 * length)
+        length = max(2, length)  # longer, unless hard data have had that already
+        pool = self._continue(first, length)
+        pool = self._improve(pool, length, first)
+        pool = self._continue(pool, 2 * length)
         self._pilots.space.put(pool[0])
         return self._result(pool[0])
 
@@ -199,14 +201,14 @@ class _Searching:
         return pool
 
     def _compare_first(self, pool: Sequence[Candidate]) -> int:
-        """Train all until one is better than guessing; return how long that took, in units."""
-        chance = self._pilots.chance()
+        """Train all until one is clearly better than guessing; return how long, in units."""
+        enough = (1 - CLEARLY) * self._pilots.chance()
         length = 1
         while True:
             found = [self._try(candidate, length) for candidate in pool]
-            if max(found) > chance or length >= MOST_UNITS:
+            if max(found) > enough or length >= MOST_UNITS:
                 return length
-            logger.info("no candidate is better than guessing after %d units", length)
+            logger.info("no candidate is much better than guessing after %d units", length)
             length *= 2
 
     def _try(self, candidate: Candidate, length: int) -> float:
