@@ -71,6 +71,8 @@ class LearnResult:
         accuracy: Accuracy on the test images.
         evidence: Log evidence per training image, of all directions of the loss Hessian.
         evidence_error: Standard error of the evidence; 0 if it is exact, as up to 33 classes.
+        newton_decrement: By how much a Newton step on the weights would raise their log posterior,
+            per training image; far from zero the evidence is not to be trusted.
         n_samples: Number of samples that outputs are averaged over; with more of them the evidence
             is higher.
         ranges: Learnt ranges in words, by name; empty without an augmentation.
@@ -87,6 +89,7 @@ class LearnResult:
     accuracy: float
     evidence: float
     evidence_error: float
+    newton_decrement: float
     n_samples: int
     ranges: dict[str, str]
     magnitudes: dict[str, float]
@@ -187,6 +190,7 @@ def learn(
             accuracy=accuracy(model, TensorDataset(split.x_test, split.y_test)),
             evidence=training.evidence / len(split.x_train),
             evidence_error=training.evidence_error / len(split.x_train),
+            newton_decrement=training.newton_decrement / len(split.x_train),
             n_samples=training.n_samples.get("", 1),
             **_learnt(augmentation),
             truth=datasets.true_ranges(config.transform),

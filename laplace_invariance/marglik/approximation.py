@@ -9,7 +9,7 @@ to laplace what laplace defines: likelihoods, priors, and the marginal likelihoo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -265,6 +265,36 @@ class Approximation:
         found = torch.autograd.grad(evidence, leaves)
         # to the last digit, as a resumed run does when it finds them in its checkpoint
         return [kfac.symmetrised(cotangent.clone()) for cotangent in found]
+
+    def newton_decrement(self, loader: Iterable[Any]) -> float:
+        """Return by how much a Newton step on the weights would raise the log posterior.
+
+        It is zero at a mode, where a Laplace approximation belongs: half of ``g^T P^-1 g``, with
+        the gradient ``g`` of the log posterior and the posterior precision ``P`` of ``la``.
+
+        Args:
+            loader: Batches of all data.
+        """
+        la, weights = self.la, self._weights()
+        gradient = torch.zeros_like(la.mean)
+        for data in loader:
+            x, y = self.batch(data)
+            with self._ready(x), torch.enable_grad():
+                loss = la.backend.factor * la.backend.lossfunc(la.model(x), y)
+                found = torch.autograd.grad(loss, weights)
+            gradient += parameters_to_vector([tensor.contiguous() for tensor in found])
+        gradient = la._H_factor * gradient + la.prior_precision_diag * la.mean
+        return 0.5 * gradient.dot(self._solved(gradient)).item()
+
+    @torch.no_grad()
+    def _solved(self, vector: Tensor) -> Tensor:
+        """Return the posterior covariance times a vector."""
+        precision = self.la.posterior_precision
+        if self._structure == "kron":
+            return precision.bmm(vector.unsqueeze(0), exponent=-1).flatten()
+        if self._structure == "diag":
+            return vector / precision
+        return torch.linalg.solve(precision, vector)
 
     def _weights(self) -> list[nn.Parameter]:
         """Return the weights that the approximation is of."""

@@ -349,9 +349,9 @@ class Priors:
         if len(gradients) > 1:
             # that in the log noise is squared error / variance - free.
             free = (n_targets - determined.sum()).clamp(min=LEAST_FREE * n_targets)
-            error = n_targets - determined.sum() + gradients[1]
+            error = (n_targets - determined.sum() + gradients[1]).clamp(min=0)
             changes.append(torch.log((error + TINY) / (free + TINY)) / 2)
-        return changes
+        return [change.clamp(-MOST_CHANGE, MOST_CHANGE) for change in changes]
 
     def named(self) -> dict[str, float]:
         """Return the prior precisions by name of their group; nothing with ``"diag"``."""

@@ -37,6 +37,8 @@ from laplace_invariance.marglik.settings import (
 
 __all__ = ["Result", "marglik_training"]
 
+FAR_FROM_A_MODE = 0.1  # nats per example that a Newton step would gain
+
 
 @dataclass(repr=False)
 class Result:
@@ -68,6 +70,8 @@ class Result:
         sigma_noise: Observation noise; None for classification.
         best_epoch: Epoch that the model is of.
         skipped: Number of steps that were skipped because something was not finite, by kind.
+        newton_decrement: By how much a Newton step on the weights would raise their log posterior,
+            which a Laplace approximation takes for a mode, where it is zero.
         search: What a search for ranges tried, and by how much it lost; None without a search.
     """
 
@@ -85,6 +89,7 @@ class Result:
     sigma_noise: Tensor | None
     best_epoch: int
     skipped: dict[str, int]
+    newton_decrement: float
     search: SearchResult | None = None
 
     def __repr__(self) -> str:
@@ -309,6 +314,14 @@ def _search(
 def _result(trainer: Trainer) -> Result:
     """Return to the state that the estimator chooses, and put together what is known there."""
     final = trainer.estimator.finish(trainer.epoch)
+    decrement = final.decrement / trainer.settings.data.n_data
+    if decrement > FAR_FROM_A_MODE:
+        warnings.warn(
+            f"the weights are not at a mode: a Newton step would raise the log posterior by "
+            f"{decrement:.2f} nats per example, and the evidence is that of a mode; train for "
+            "longer, or let the step size fall to zero",
+            stacklevel=3,
+        )
     noise = trainer.priors.noise
     named = trainer.hyperparameters.named
     found = trainer.search["result"]
@@ -327,6 +340,7 @@ def _result(trainer: Trainer) -> Result:
         sigma_noise=None if noise is None else noise.detach(),
         best_epoch=final.epoch,
         skipped=dict(trainer.guard.skipped),
+        newton_decrement=final.decrement,
         search=None if found is None else SearchResult.from_state_dict(found),
     )
 

@@ -77,12 +77,14 @@ class Final:
         evidence: Log evidence of it.
         error: Standard error of the evidence; zero if it is exact.
         epoch: Epoch that it is of.
+        decrement: By how much a Newton step on the weights would raise the log posterior.
     """
 
     la: Any
     evidence: float
     error: float
     epoch: int
+    decrement: float
 
 
 class Estimator:
@@ -243,12 +245,20 @@ class RunningEstimator:
         if self._steps_at_the_end():
             self._maximise_priors(together)
         evidence = self._evidence(together).item()
+        decrement = self._newton_decrement(together)
         if n_estimates == 1:
-            return Final(together.la, evidence, 0.0, chosen)
+            return Final(together.la, evidence, 0.0, chosen, decrement)
         alone = torch.tensor([self._evidence(fit).item() for fit in fits[:-1]])
         bias = (alone.mean().item() - evidence) / (n_estimates - 1)
         spread = alone.std().item() / math.sqrt(n_estimates)
-        return Final(together.la, evidence - bias, math.hypot(spread, bias), chosen)
+        error = math.hypot(spread, bias)
+        return Final(together.la, evidence - bias, error, chosen, decrement)
+
+    def _newton_decrement(self, approximation: Approximation) -> float:
+        """Return how far the weights are from a mode of the posterior that they are taken for."""
+        frozen = constant(learnt_hyperparameters(approximation.la.model))
+        with frozen, replayable(SEED), constant_curvature(approximation.la):
+            return approximation.newton_decrement(self._settings.data.ordered_loader)
 
     def _steps_at_the_end(self) -> bool:
         """Return whether priors take their steps once more, with the exact curvature at the end."""
