@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +31,7 @@ from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.settings import Settings, check_numbers
 from laplace_invariance.tables import table
 
-__all__ = ["Profile", "profile"]
+__all__ = ["Profile", "profile", "profile_of"]
 
 FORMAT = 1
 OVERSAMPLING = 2  # samples in estimates, as a multiple of the model's, as in training
@@ -55,6 +55,7 @@ class Profile:
         values: Widths of the range, increasing, with the learnt one among them.
         repeats: Log evidence per example, of each repetition a tuple with one for each value.
         learnt: The learnt width.
+        limit: Largest possible width, or infinity.
         in_words: Function that says a width in words and units.
     """
 
@@ -62,6 +63,7 @@ class Profile:
     values: tuple[float, ...]
     repeats: tuple[tuple[float, ...], ...]
     learnt: float
+    limit: float = math.inf
     in_words: Callable[[float], str] = field(default="±{:.3f}".format, repr=False, compare=False)
 
     @property
@@ -107,9 +109,9 @@ class Profile:
     @property
     def interval(self) -> tuple[float, float]:
         """Where the evidence, between values a line, is within 0.02 nats of the best around it."""
-        return self._reach(range(self._best, -1, -1)), self._reach(
-            range(self._best, len(self.values))
-        )
+        narrower = range(self._best, -1, -1)
+        wider = range(self._best, len(self.values))
+        return self._reach(narrower), self._reach(wider)
 
     @property
     def width(self) -> float:
@@ -160,25 +162,48 @@ class Profile:
         low, high = map(self.in_words, self.interval)
         words = f"{self.name} {learnt} is a maximum"
         if not self.is_maximum:
-            words = (
-                f"{self.name} {learnt} is not a maximum: {best} is better by {self.loss:.3f} nats "
-                "per example"
-            )
-        return f"{words}; from {low} to {high} it is flat, within {MARGIN} nats of the best"
+            words = f"{self.name} {learnt} is not a maximum: {best} is better by {self.loss:.3f}"
+        words += f"; within {MARGIN} nats per example of the best from {low} to {high}"
+        if self.best == self.values[-1] < self.limit:
+            words += ", and nothing wider was tried"
+        return words
 
     def summary(self) -> dict[str, Any]:
         """Return everything that is known, for JSON."""
         return {
             "name": self.name,
             "learnt": self.learnt,
+            "limit": finite(self.limit),
             "values": list(self.values),
             "repeats": [[finite(one) for one in found] for found in self.repeats],
             "evidences": [finite(one) for one in self.evidences],
-            "errors": self.errors,
+            "errors": None if self.errors is None else [finite(one) for one in self.errors],
             "best": self.best,
             "is_maximum": self.is_maximum,
             "interval": list(self.interval),
         }
+
+
+def profile_of(summary: Mapping[str, Any], in_words: Callable[[float], str]) -> Profile:
+    """Return the profile of which :meth:`Profile.summary` returned the summary.
+
+    Args:
+        summary: Summary, as read from JSON.
+        in_words: Function that says a width in words and units.
+    """
+    repeats = [[_or_else(one, -math.inf) for one in found] for found in summary["repeats"]]
+    return Profile(
+        summary["name"],
+        tuple(summary["values"]),
+        tuple(map(tuple, repeats)),
+        summary["learnt"],
+        _or_else(summary["limit"], math.inf),
+        in_words,
+    )
+
+
+def _or_else(value: float | None, infinite: float) -> float:
+    return infinite if value is None else value
 
 
 def _standard_error(values: Sequence[float]) -> float:
@@ -298,7 +323,7 @@ def _profile(
                 bar.set_postfix_str(f"{retuning.range.in_words(value)}: {found[-1]:.3f}")
             repeats.append(tuple(found))
     place = retuning.range
-    return Profile(place.name, points, tuple(repeats), place.learnt, place.in_words)
+    return Profile(place.name, points, tuple(repeats), place.learnt, place.limit, place.in_words)
 
 
 class _Range:
@@ -322,7 +347,9 @@ class _Range:
                 "require grad; wrap the network in InvariantModel(net, augmentation)"
             )
         if name not in found:
-            raise ValueError(f"there is no range {name!r} to profile; choose from {', '.join(found)}")
+            raise ValueError(
+                f"there is no range {name!r} to profile; choose from {', '.join(found)}"
+            )
         self.name = name
         self._augmentation, self._own_name = found[name]
         self.learnt = self._augmentation.widths()[self._own_name]
@@ -364,7 +391,7 @@ class _Range:
 
 def _learnt_ranges(model: nn.Module) -> dict[str, tuple[Augmentation, str]]:
     """Return augmentation and name there of all ranges that can be learnt, by public name."""
-    found = {place: module for place, module in outermost_augmentations(model).items()}
+    found = outermost_augmentations(model)
     owners = {place: module for place, module in found.items() if module.widths()}
     names: dict[str, tuple[Augmentation, str]] = {}
     for place, module in owners.items():
@@ -406,9 +433,7 @@ class _Retuning:
         signature: What must agree between two runs that share evidences.
     """
 
-    def __init__(
-        self, model: nn.Module, settings: Settings, name: str, amounts: _Amounts
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, name: str, amounts: _Amounts) -> None:
         self._model = deepcopy(model)
         self.range = _Range(self._model, name)
         self.amounts = amounts
@@ -530,7 +555,7 @@ class _Known:
                 "file to start from scratch; nothing was changed"
             )
         for value, repeat, evidence in saved["found"]:
-            self._found[value, repeat] = -math.inf if evidence is None else evidence
+            self._found[value, repeat] = _or_else(evidence, -math.inf)
 
     def __contains__(self, key: tuple[float, int]) -> bool:
         return key in self._found
@@ -544,6 +569,4 @@ class _Known:
         if self._path is None:
             return
         found = [[*key, finite(one)] for key, one in self._found.items()]
-        write_json(
-            self._path, {"format": FORMAT, "signature": self._signature, "found": found}
-        )
+        write_json(self._path, {"format": FORMAT, "signature": self._signature, "found": found})
