@@ -43,7 +43,7 @@ def test_command_writes_the_curve_and_reads_it_again(tmp_path, capfd, run_cli, m
 
 def test_values_are_added_to_what_is_known(tmp_path, monkeypatch):
     options = {**SMALL, "n_steps": 1, "n_repeats": 1}
-    first = profile(ProfileConfig(values=(0.0,), **options), tmp_path)
+    first = profile(ProfileConfig(values=(0.5,), **options), tmp_path)
     trained = learn_module.marglik_training
 
     def training(model, loader, **arguments):
@@ -51,13 +51,14 @@ def test_values_are_added_to_what_is_known(tmp_path, monkeypatch):
         assert result.history == first.learnt.training.history  # it was finished
         return result
 
-    monkeypatch.setattr(learn_module, "marglik_training", training)
-    more = profile(ProfileConfig(values=(0.0, 1.0), **options), tmp_path, resume=True).profile
+    with monkeypatch.context() as patch:
+        patch.setattr(learn_module, "marglik_training", training)
+        more = profile(ProfileConfig(values=(0.5, 1.0), **options), tmp_path, resume=True).profile
     known = dict(zip(first.profile.values, first.profile.evidences, strict=True))
     found = dict(zip(more.values, more.evidences, strict=True))
     assert known.items() <= found.items()
     assert len(found) == len(known) + 1
-    unkept = profile(ProfileConfig(values=(0.0, 1.0), **options))
+    unkept = profile(ProfileConfig(values=(0.5, 1.0), **options))
     assert unkept.profile == more
     with pytest.raises(ValueError, match="another experiment: it differs in name"):
         profile(ProfileConfig(name="shear", **options), tmp_path, resume=True)
