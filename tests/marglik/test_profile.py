@@ -121,8 +121,10 @@ def test_with_steps_it_is_the_evidence_of_a_pilot(model, loader):
         assert evidence == pytest.approx(pilots.evidences(candidate, 1)[1], abs=1e-5)
 
 
-def test_all_values_are_trained_alike(model, loader):
+def test_all_values_are_trained_alike(model):
     """A value has the same evidence whichever others are tried before it."""
+    loader = shuffled(labelled_points(), generator=torch.Generator().manual_seed(4))
+    model.generator = torch.Generator().manual_seed(5)
     alone = li.profile(model, loader, "rotation", [1.0], n_steps=5, n_repeats=1)
     among = li.profile(model, loader, "rotation", [0.0, 0.5, 1.0], n_steps=5, n_repeats=1)
     assert dict(zip(alone.values, alone.evidences, strict=True)).items() <= (
@@ -139,6 +141,8 @@ def test_repetitions_have_other_draws_and_give_errors(model, loader):
     centred = np.array(found.repeats) - np.mean(found.repeats, axis=1, keepdims=True)
     assert found.errors == pytest.approx((centred.std(axis=0, ddof=1) / math.sqrt(3)).tolist())
     assert li.profile(model, loader, "rotation", [1.0], n_steps=2, n_repeats=1).errors is None
+    untrained = li.profile(model, loader, "rotation", [1.0], n_steps=0, n_repeats=2)
+    assert untrained.repeats[0] != untrained.repeats[1]
 
 
 def rings(n=240):
