@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from laplace_invariance.invariant import InvariantModel
     from laplace_invariance.marglik import log_evidence, marglik_training
+    from laplace_invariance.marglik.profile import profile
 
 __version__ = "0.1.0.dev0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "marglik_training",
     "metrics",
     "named_hyperparameters",
+    "profile",
 ]
 
 _SUBMODULES = (
@@ -85,6 +87,7 @@ _HOMES = {
     "log_evidence": "marglik",
     "marglik_training": "marglik",
     "named_hyperparameters": "hyper",
+    "profile": "marglik",
 }
 
 

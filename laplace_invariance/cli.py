@@ -30,6 +30,7 @@ from laplace_invariance.experiments.options import (
     LearnConfig,
     MeasureConfig,
     PairsConfig,
+    ProfileConfig,
     VariationalConfig,
 )
 from laplace_invariance.tables import labelled
@@ -69,6 +70,13 @@ VERBS = {
         "compare learnt ranges with other ways, in one table",
         "Run several methods on several kinds of images, with the same code, network and images.",
         before_files=None,
+    ),
+    "profile": Verb(
+        ProfileConfig,
+        "show whether a learnt range is a maximum of the evidence, and how flat",
+        "Learn ranges as learn does, and compute the evidence at other widths of one of them, the "
+        "weights trained for a while at each.",
+        before_files="\n\n",
     ),
     "layers": Verb(
         LayersConfig,

@@ -148,6 +148,27 @@ class Augmentation(Hyperparameterised):
             tensor.fill_(widths.get(name, 0.0))
         self.project_()
 
+    def widths(self) -> dict[str, float]:
+        """Return the widths of learnt ranges, by name, as :meth:`open_` takes them."""
+        return {name: tensor.abs().max().item() for name, tensor in self._learnt_tensors()}
+
+    @torch.no_grad()
+    def resize_(self, name: str, width: float) -> None:
+        """Set one learnt range to a given width, in place; all others stay as they are.
+
+        Args:
+            name: Name of the range, as in :meth:`widths`.
+            width: Its width, in the same units.
+        """
+        tensors = dict(self._learnt_tensors())
+        _check_names(self, {name: width}, list(tensors))
+        tensors[name].fill_(width)
+        self.project_()
+
+    def in_words(self, name: str, magnitude: float) -> str:
+        """Return the range ``name``, plus or minus ``magnitude``, in words."""
+        return f"±{magnitude:.3f}"
+
     def _learnt_tensors(self) -> list[tuple[str, Tensor]]:
         tensors = [(name, getattr(self, name)) for name in self._hyperparameter_names]
         return [(name, tensor) for name, tensor in tensors if tensor.requires_grad]
@@ -378,10 +399,6 @@ class BoxAugmentation(Augmentation):
         """Return the range of each coefficient, by name, in words and units."""
         return {name: self.in_words(name, value) for name, value in self.magnitudes().items()}
 
-    def in_words(self, name: str, magnitude: float) -> str:
-        """Return the range of coefficient ``name``, plus or minus ``magnitude``, in words."""
-        return f"±{magnitude:.3f}"
-
     def openings(self) -> Openings:
         """Return which learnt ranges open together: those of all axes, and others alone."""
         if not self.eta.requires_grad:
@@ -410,18 +427,48 @@ class BoxAugmentation(Augmentation):
         _check_names(self, widths, [self.names[i] for i in self.learnt])
         wanted = self.half_widths()
         for i in self.learnt:
-            width = float(widths.get(self.names[i], 0.0))
-            limit = self.limits[i].item()
-            if not 0 <= width <= limit * (1 + 1e-6):
-                raise ValueError(
-                    f"{self.names[i]} must be between 0 and {limit:.4g}, its limit, got {width}"
-                )
-            if self.constraint == "tanh":  # which comes to its bound at infinity
-                width = min(width, 0.95 * self._bounds()[i].item())
-            wanted[i] = width
+            wanted[i] = self._possible_width(i, float(widths.get(self.names[i], 0.0)))
         self.eta.copy_(self._unconstrained(wanted))
         if self.correlated:
             self.mixing.zero_()
+
+    def _possible_width(self, i: int, width: float) -> float:
+        """Return a width, or the nearest that a constraint lets it have; raise if out of limits."""
+        limit = self.limits[i].item()
+        if not 0 <= width <= limit * (1 + 1e-6):
+            raise ValueError(
+                f"{self.names[i]} must be between 0 and {limit:.4g}, its limit, got {width}"
+            )
+        if self.constraint == "tanh":  # which comes to its bound at infinity
+            width = min(width, 0.95 * self._bounds()[i].item())
+        return width
+
+    def widths(self) -> dict[str, float]:
+        """Return the widths of learnt ranges, by name."""
+        if not self.eta.requires_grad:
+            return {}
+        reach = self.magnitudes()
+        return {self.names[i]: reach[self.names[i]] for i in self.learnt}
+
+    @torch.no_grad()
+    def resize_(self, name: str, width: float) -> None:
+        """Set one learnt range to a given width, in place; all others stay as they are.
+
+        Its correlations with others stay, too.
+        """
+        _check_names(self, {name: width}, list(self.widths()))
+        before = self.widths()[name]
+        if width == before:  # to the last digit, whatever the constraint
+            return
+        (i,) = self._indices(name)
+        width = self._possible_width(i, width)
+        wanted = torch.zeros_like(self.eta)
+        wanted[i] = width
+        if before:
+            wanted[i] = self.half_widths()[i] * (width / before)
+        self.eta[i] = self._unconstrained(wanted)[i]
+        if self.correlated and before:
+            self.mixing[i] *= width / before
 
     def project_(self) -> None:
         """Clamp ``eta`` to the limits, in place, unless a constraint keeps it within them."""

@@ -96,10 +96,32 @@ class Compose(Augmentation):
 
     def largest(self, name: str) -> float:
         """Return the limit of a range of a part."""
+        part, own = self._part_of(name)
+        return part.largest(own)
+
+    def widths(self) -> dict[str, float]:
+        """Return the widths of learnt ranges of all parts, by their names here."""
+        found: dict[str, float] = {}
+        for part, public in zip(self.parts, self._public_names(), strict=True):
+            found |= {public[own]: width for own, width in part.widths().items()}
+        return found
+
+    def resize_(self, name: str, width: float) -> None:
+        """Set one learnt range of a part, in place; all others stay as they are."""
+        part, own = self._part_of(name)
+        part.resize_(own, width)
+
+    def in_words(self, name: str, magnitude: float) -> str:
+        """Return the range ``name``, plus or minus ``magnitude``, in words."""
+        part, own = self._part_of(name)
+        return part.in_words(own, magnitude)
+
+    def _part_of(self, name: str) -> tuple[BoxAugmentation, str]:
+        """Return the part that has a range, and the range's name there."""
         for part, public in zip(self.parts, self._public_names(), strict=True):
             for own, here in public.items():
                 if here == name:
-                    return part.largest(own)
+                    return part, own
         raise ValueError(f"no part has a range {name!r}; there are {', '.join(self.names)}")
 
     def open_(self, widths: Mapping[str, float]) -> None:

@@ -146,6 +146,20 @@ class FiniteGroup(Augmentation):
         values = [float(widths.get(name, 0.0)) for name in self.names[1:]]
         self.eta.copy_(self.eta.new_tensor(values))
 
+    def widths(self) -> dict[str, float]:
+        """Return the ``eta`` of every element, by name; nothing if they are not learnt."""
+        if not self.eta.requires_grad:
+            return {}
+        return dict(zip(self.names[1:], self.eta.tolist(), strict=True))
+
+    def resize_(self, name: str, width: float) -> None:
+        """Set the ``eta`` of one element, in place; all others stay as they are."""
+        self.open_(self.widths() | {name: width})
+
+    def in_words(self, name: str, magnitude: float) -> str:
+        """Return the ``eta`` of an element in words."""
+        return f"{magnitude:.3f} of the identity's weight"
+
     def project_(self) -> None:
         """Clamp ``eta`` to between 0 and 1, in place."""
         self.eta.data.clamp_(0, 1)

@@ -30,6 +30,7 @@ __all__ = [
     "BATCH",
     "MARGLIK_BATCH",
     "N_SHOWN",
+    "SAMPLED",
     "TEST_BATCH",
     "Recipe",
     "accuracy",

@@ -10,6 +10,7 @@ from typing import Literal
 
 Transform = Literal["fully_rotated", "partially_rotated", "translated", "scaled", "original"]
 Rotation = Literal["fully_rotated", "partially_rotated", "original"]
+RangeName = Literal["x_translation", "y_translation", "rotation", "x_scale", "y_scale", "shear"]
 NetworkName = Literal["mlp", "cnn", "resnet"]
 EstimatorName = Literal["running", "refit", "kernel"]
 WeightsSubset = Literal["all", "last_layer"]

@@ -53,7 +53,7 @@ from laplace_invariance.tables import labelled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LEARN_NETWORKS", "LearnConfig", "LearnResult", "learn"]
+__all__ = ["LEARN_NETWORKS", "LearnConfig", "LearnResult", "learn", "learnt_model"]
 
 LEARN_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
@@ -176,10 +176,7 @@ def learn(
         if summary is not None:
             del summary["experiment"]
             return LearnResult(config, **summary)
-        split = load_transformed(config, config.transform, config.seed)
-        augmentation = _augmentation(config)
-        net = LEARN_NETWORKS[config.net](split.in_shape, split.n_classes)
-        model = image_model(net, split.x_train, augmentation, config.n_samples)
+        split, model, augmentation = _prepare(config)
         directory.begin()
         start = time.perf_counter()
         training = _train(config, split, model, directory, progress_bar)
@@ -202,6 +199,35 @@ def learn(
         _draw(directory, result, training, augmentation, split.x_train)
         directory.save("summary.json", result.summary())
     return result
+
+
+def learnt_model(result: LearnResult, out: str | Path | None) -> tuple[nn.Module, TensorDataset]:
+    """Return the model of a run of :func:`learn`, and the images that it was trained on.
+
+    Args:
+        result: Result of the run, perhaps read from a file.
+        out: Directory of the run, whose checkpoint has the model then.
+
+    Raises:
+        FileExistsError: If the directory has a run without its checkpoint.
+    """
+    config = result.config
+    with RunDirectory(out, config, resume=True) as directory, seeded(config.seed):
+        split, model, _ = _prepare(config)
+        if result.training is not None:
+            model = result.training.model
+        else:
+            directory.lock()
+            _train(config, split, model, directory, progress_bar=False)  # no epoch is left
+    return model, TensorDataset(split.x_train, split.y_train)
+
+
+def _prepare(config: LearnConfig) -> tuple[datasets.Split, nn.Module, AffineImage | None]:
+    """Return transformed images, and the model as training starts with it."""
+    split = load_transformed(config, config.transform, config.seed)
+    augmentation = _augmentation(config)
+    net = LEARN_NETWORKS[config.net](split.in_shape, split.n_classes)
+    return split, image_model(net, split.x_train, augmentation, config.n_samples), augmentation
 
 
 def _augmentation(config: LearnConfig) -> AffineImage | None:

@@ -4,6 +4,7 @@ from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.marglik.estimators import KernelBound, Refit, Running
 from laplace_invariance.marglik.evidence import log_evidence
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
+from laplace_invariance.marglik.profile import Profile, profile
 from laplace_invariance.marglik.search import Search, SearchResult
 from laplace_invariance.marglik.training import Result, marglik_training
 
@@ -13,6 +14,7 @@ __all__ = [
     "Evidence",
     "KernelBound",
     "Objective",
+    "Profile",
     "Refit",
     "Regularised",
     "Result",
@@ -21,4 +23,5 @@ __all__ = [
     "SearchResult",
     "log_evidence",
     "marglik_training",
+    "profile",
 ]

@@ -25,6 +25,7 @@ MOST_ITERATIONS = 100
 SMALL_CHANGE = 1e-3  # of all logarithms, after which it ends
 LEAST_FREE = 1e-3  # share of targets that weights leave free for the noise
 MOST_CHANGE = 3.0  # of a logarithm in an iteration
+LEAST_DETERMINED = 1e-3  # of the weights that share a precision, for it to change
 TINY = 1e-8
 MOST_LOGARITHM = 20.0  # in magnitude, of what has no maximum
 
@@ -343,9 +344,9 @@ class Priors:
         scatter = squares * self.log_precision.exp()
         # The derivative in a log precision is (determined - scatter) / 2,
         determined = (2 * gradients[0] + scatter).clamp(min=0)
-        changes = [
-            torch.log((determined + TINY) / (scatter + TINY)).clamp(-MOST_CHANGE, MOST_CHANGE)
-        ]
+        change = torch.log((determined + TINY) / (scatter + TINY))
+        # without any curvature there is no maximum but at zero
+        changes = [change.where(determined > LEAST_DETERMINED, torch.zeros_like(change))]
         if len(gradients) > 1:
             # that in the log noise is squared error / variance - free.
             free = (n_targets - determined.sum()).clamp(min=LEAST_FREE * n_targets)

@@ -3,6 +3,7 @@
 from laplace_invariance.plots.outcomes import (
     accuracies,
     bound_by_range,
+    evidence_by_range,
     invariances,
     orbit_codes,
     probability_by_angle,
@@ -26,6 +27,7 @@ __all__ = [
     "bound_by_range",
     "errors",
     "evidence",
+    "evidence_by_range",
     "evidence_terms",
     "figure",
     "filter_bank",

@@ -14,11 +14,20 @@ from laplace_invariance.plots.style import colour, hide_spines, legend_beside
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from laplace_invariance.marglik import Profile
     from laplace_invariance.metrics import Invariance, InvarianceReport
 
-__all__ = ["accuracies", "bound_by_range", "invariances", "orbit_codes", "probability_by_angle"]
+__all__ = [
+    "accuracies",
+    "bound_by_range",
+    "evidence_by_range",
+    "invariances",
+    "orbit_codes",
+    "probability_by_angle",
+]
 
 MEASURES = {"predictive": "predictive", "logit": "logit", "saliency": "1 - saliency"}  # and titles
+UNITS = {"rotation": ", radians", "scale": ", logarithm of the factor"}
 
 
 def accuracies(table: Mapping[str, Mapping[str, float]], ax: Axes) -> Axes:
@@ -94,6 +103,35 @@ def bound_by_range(
     ax.axvline(truth, color="k", ls="--", lw=1, label="true")
     ax.set(xlabel="rotation, ± degrees", ylabel="ELBO per datum")
     ax.set(xlim=(-4, 184), xticks=range(0, 181, 45))
+    ax.legend(loc="best", fontsize="small")
+    return ax
+
+
+def evidence_by_range(profile: Profile, truth: float | None, ax: Axes) -> Axes:
+    """Plot the log evidence along a range, with the learnt value and the flat interval.
+
+    Twice the standard error is shaded, if there is one, and so is the interval in which the
+    evidence is nearly the best.
+
+    Args:
+        profile: Profile of ``li.profile``.
+        truth: True width, dotted; None if it is not known.
+        ax: Axes to draw on.
+    """
+    evidences = profile.evidences
+    ax.axvspan(*profile.interval, color="C2", alpha=0.15, lw=0, label="nearly the best")
+    if profile.errors is not None:
+        pairs = list(zip(evidences, profile.errors, strict=True))
+        low, high = ([one + sign * 2 * error for one, error in pairs] for sign in (-1, 1))
+        ax.fill_between(profile.values, low, high, color="C0", alpha=0.25, lw=0)
+    ax.plot(profile.values, evidences, "o-", color="C0", ms=4)
+    words = profile.in_words(profile.learnt)
+    ax.axvline(profile.learnt, color="k", ls="--", lw=1, label=f"learnt: {words}")
+    if truth is not None:
+        words = profile.in_words(truth)
+        ax.axvline(truth, color="C3", ls=":", lw=1.5, label=f"true: {words}")
+    unit = UNITS.get(profile.name.rpartition("_")[2].rpartition(".")[2], "")
+    ax.set(xlabel=profile.name.replace("_", " ") + unit, ylabel="log evidence per example")
     ax.legend(loc="best", fontsize="small")
     return ax
 

@@ -476,3 +476,18 @@ def test_without_steps_priors_keep_their_initial_values():
     model, loader = invariant_network(), DataLoader(labelled_points(), 10)
     result = li.marglik_training(model, loader, estimator="running", n_epochs=3, n_hypersteps=0)
     assert result.prior_precision.tolist() == pytest.approx([1.0] * 4)
+
+
+def test_a_precision_stays_where_there_is_no_curvature():
+    """As that of the first layer where the mean over a full turn of its inputs is zero."""
+    priors = priors_of(nn.Linear(3, 2), "layerwise", 2.0)
+    spectrum = torch.tensor([1e-12, 4.0])
+
+    def evidence(precision, noise):
+        ratios = torch.log1p(spectrum / precision).sum()
+        return -0.5 * (ratios + (precision * priors._squares()).sum())
+
+    priors.maximise(evidence, n_targets=10)
+    undetermined, determined = priors.precision.tolist()
+    assert undetermined == pytest.approx(2.0)
+    assert determined != pytest.approx(2.0)

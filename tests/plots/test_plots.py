@@ -9,6 +9,7 @@ import torch
 import laplace_invariance as li
 from laplace_invariance import datasets, plots
 from laplace_invariance.layers import PATHS
+from laplace_invariance.marglik import Profile
 from laplace_invariance.metrics import (
     Invariance,
     InvarianceReport,
@@ -277,3 +278,21 @@ def test_codes_have_a_line_for_every_entry(ax):
     assert plots.orbit_codes(codes, ax) is ax
     for line, values in zip(ax.get_lines(), codes.T, strict=True):
         assert list(line.get_ydata()) == values.tolist()
+
+
+def test_evidence_by_range_marks_what_was_learnt_and_what_is_true(ax):
+    repeats = ((-1.0, -0.5, -0.51), (-1.2, -0.6, -0.59))
+    found = Profile("rotation", (0.0, 1.0, 2.0), repeats, 1.0)
+    assert plots.evidence_by_range(found, 1.5, ax) is ax
+    assert labels(ax) == ["nearly the best", "learnt: ±1.000", "true: ±1.500"]
+    assert list(lines(ax)["learnt: ±1.000"].get_xdata()) == [1.0, 1.0]
+    curve = next(line for line in ax.get_lines() if len(line.get_xdata()) == 3)
+    assert list(curve.get_ydata()) == pytest.approx([-1.1, -0.55, -0.55])
+    assert len(ax.collections) == 1  # the band of errors
+    assert ax.get_xlabel() == "rotation, radians"
+
+
+def test_evidence_by_range_needs_neither_errors_nor_a_truth(ax):
+    plots.evidence_by_range(Profile("shear", (0.0, 1.0), ((-1.0, -0.5),), 1.0), None, ax)
+    assert labels(ax) == ["nearly the best", "learnt: ±1.000"]
+    assert not ax.collections

@@ -12,7 +12,12 @@ from laplace_invariance.experiments.options.others import (
     PairsConfig,
     VariationalConfig,
 )
-from laplace_invariance.experiments.options.ranges import CompareConfig, LearnConfig, RangesConfig
+from laplace_invariance.experiments.options.ranges import (
+    CompareConfig,
+    LearnConfig,
+    ProfileConfig,
+    RangesConfig,
+)
 
 __all__ = [
     "CompareConfig",
@@ -22,6 +27,7 @@ __all__ = [
     "LearnConfig",
     "MeasureConfig",
     "PairsConfig",
+    "ProfileConfig",
     "RangesConfig",
     "VariationalConfig",
 ]

@@ -12,7 +12,7 @@ from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.checks import check_not_negative, check_positive
 from laplace_invariance.experiments.options.images import ImagesConfig
 
-__all__ = ["CompareConfig", "LearnConfig", "RangesConfig"]
+__all__ = ["CompareConfig", "LearnConfig", "ProfileConfig", "RangesConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +108,45 @@ class CompareConfig(RangesConfig):
         shared = {entry.name: getattr(self, entry.name) for entry in fields(RangesConfig)}
         cells = itertools.product(self.transforms, self.methods, self.seeds)
         return [LearnConfig(**shared, transform=t, method=m, seed=s) for t, m, s in cells]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(LearnConfig):
+    """Configuration of ``profile``: a run of ``learn``, and the range along which to look.
+
+    Attributes:
+        name: Range that the evidence is computed along.
+        values: Widths of the range, in radians for rotations, half-widths of the image for
+            translations and logarithms of factors for scales; by default some around the learnt
+            one.
+        n_steps: Number of steps on the weights at each value.
+        n_repeats: Number of repetitions with other batches and draws, for standard errors.
+    """
+
+    name: choices.RangeName = field(default="rotation", metadata={"option": "range"})
+    values: tuple[float, ...] = field(default=(), metadata={"identity": False})
+    n_steps: int = 100
+    n_repeats: int = field(default=2, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(self, "n_steps")
+        check_positive(self, "n_repeats")
+        if self.method not in ("evidence", "augerino"):
+            raise ValueError(
+                f"method {self.method!r} learns no range to look along; choose evidence or augerino"
+            )
+        limit = math.pi if self.name == "rotation" else math.inf
+        for value in self.values:
+            if not 0 <= value <= limit or not math.isfinite(value):
+                raise ValueError(
+                    f"{self.name} must be finite and between 0 and {limit:.4g}, its limit, got "
+                    f"{value}"
+                )
+
+    @property
+    def run(self) -> LearnConfig:
+        """Configuration of the run of ``learn``."""
+        return LearnConfig(
+            **{entry.name: getattr(self, entry.name) for entry in fields(LearnConfig)}
+        )

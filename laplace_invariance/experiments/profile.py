@@ -1,0 +1,126 @@
+"""Show whether a learnt range is a maximum of the evidence, and how flat.
+
+A run of ``learn`` comes first, in a directory of its own; then the evidence is computed at other
+widths of one range, from the weights that were learnt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from laplace_invariance import plots
+from laplace_invariance.augmentations import AffineImage
+from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
+from laplace_invariance.experiments.directory import RunDirectory
+from laplace_invariance.experiments.learn import LearnResult, learn, learnt_model
+from laplace_invariance.experiments.options import ProfileConfig
+from laplace_invariance.marglik.profile import Profile, profile_of
+from laplace_invariance.marglik.profile import profile as evidence_profile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["ProfileConfig", "ProfileResult", "profile"]
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Evidences along one range; prints as a table with its conclusion.
+
+    Attributes:
+        config: Configuration of the run.
+        profile: Evidences by width of the range.
+        truth: True width of the range.
+        learnt: Result of ``learn``.
+    """
+
+    config: ProfileConfig
+    profile: Profile
+    truth: float
+    learnt: LearnResult = field(repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the configuration and the profile, for JSON."""
+        return {"experiment": asdict(self.config), "truth": self.truth} | self.profile.summary()
+
+    def __str__(self) -> str:
+        true = self.profile.in_words(self.truth)
+        return f"{self.profile}\ntrue is {true}"
+
+
+def profile(
+    config: ProfileConfig,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    progress_bar: bool = False,
+) -> ProfileResult:
+    """Learn ranges, and compute the evidence along one of them.
+
+    Args:
+        config: What is learnt from what, the range and its values.
+        out: Directory for the run of ``learn`` (in ``learn``), the evidences (``profile.json``),
+            ``summary.json`` and ``profile.png``; None keeps nothing.
+        resume: Whether to continue in ``out``: a finished run of ``learn`` and known evidences are
+            read, and values and repetitions may be added.
+        progress_bar: Whether to show progress.
+
+    Returns:
+        Evidences by width of the range.
+    """
+    with RunDirectory(out, config, resume) as directory:
+        directory.lock()
+        learnt = learn(
+            config.run, directory.path("learn"), resume=resume, progress_bar=progress_bar
+        )
+        directory.begin()  # the configuration is possible, so the directory is this profile's
+        found = _finished(directory, config)
+        if found is None:
+            found = _compute(config, directory, learnt, progress_bar)
+        result = ProfileResult(config, found, learnt.truth[config.name], learnt)
+        _draw(directory, result)
+        directory.save("summary.json", result.summary())
+    return result
+
+
+def _finished(directory: RunDirectory, config: ProfileConfig) -> Profile | None:
+    """Return the profile that the directory has, if it is of the same values."""
+    summary = directory.finished()
+    if summary is None or ProfileConfig(**summary["experiment"]) != config:
+        return None
+    return profile_of(summary, partial(AffineImage().in_words, config.name))
+
+
+def _compute(
+    config: ProfileConfig, directory: RunDirectory, learnt: LearnResult, progress_bar: bool
+) -> Profile:
+    model, images = learnt_model(learnt, directory.path("learn"))
+    with seeded(config.seed):
+        return evidence_profile(
+            model,
+            DataLoader(images, BATCH, shuffle=True),
+            config.name,
+            config.values or None,
+            n_steps=config.n_steps,
+            n_repeats=config.n_repeats,
+            subset_of_weights=config.subset_of_weights,
+            backend_kwargs=SAMPLED,
+            checkpoint=directory.path("profile.json"),
+            resume=directory.out is not None,
+            progress_bar=progress_bar,
+        )
+
+
+def _draw(directory: RunDirectory, result: ProfileResult) -> None:
+    config = result.config
+    title = f"{config.data}, {config.transform.replace('_', ' ')}, {config.method}"
+
+    def draw(figure: Figure) -> None:
+        plots.evidence_by_range(result.profile, result.truth, figure.subplots()).set_title(title)
+
+    directory.figure("profile.png", (7, 4.5), draw)

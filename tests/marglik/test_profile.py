@@ -1,0 +1,403 @@
+"""``profile``: what it leaves alone, what it computes, resumes, concludes and refuses."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from builders import invariant_network, labelled_points, plain_network, shuffled
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_invariance as li
+from laplace_invariance.marglik import Profile
+from laplace_invariance.marglik import profile as package_function
+from laplace_invariance.marglik.checkpoints import RandomStates
+from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.profile import _around, profile_of
+from laplace_invariance.marglik.search.pilots import Pilots
+
+LEARNT = 0.2  # of the network
+
+
+@pytest.fixture
+def model():
+    return invariant_network()
+
+
+@pytest.fixture
+def loader():
+    return shuffled(labelled_points())
+
+
+def everything_of(model):
+    """Return all that a call could change in a model."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [
+        *(tensor.detach().clone() for tensor in tensors),
+        *(tensor.requires_grad for tensor in tensors),
+        *(None if tensor.grad is None else tensor.grad.clone() for tensor in tensors),
+        *(module.training for module in model.modules()),
+        model.n_samples,
+    ]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+def test_the_function_is_public():
+    assert li.profile is package_function
+
+
+def test_model_and_random_states_stay_as_they_are(loader):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 3))
+    augmentation = li.AffinePoints(init=0.2, correlated=True)
+    generator = torch.Generator().manual_seed(2)
+    model = li.InvariantModel(net, augmentation, 3, generator).eval()
+    model.net[0].weight.grad = torch.ones(5, 2)
+    model.net[0].train()
+    before = everything_of(model)
+    states = torch.get_rng_state(), generator.get_state()
+    others = np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    li.profile(model, loader, "shear", [0.0, 0.4], n_steps=3)
+    assert_same(everything_of(model), before)
+    assert_same((torch.get_rng_state(), generator.get_state()), states)
+    assert (np.random.get_state()[1] == others[0]).all()  # noqa: NPY002
+    assert random.getstate() == others[1]
+
+
+def test_random_states_come_back_after_an_interruption(model, loader, monkeypatch):
+    def interrupted(trainer, batches):
+        next(iter(batches))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("laplace_invariance.marglik.loop.Trainer.train_on", interrupted)
+    before, state = everything_of(model), torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        li.profile(model, loader, "rotation", n_steps=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(everything_of(model), before)
+
+
+def test_without_steps_it_is_the_evidence_of_the_model_at_other_ranges(model, loader):
+    found = li.profile(model, loader, "rotation", [0.0, 1.5], n_steps=0, n_samples=5, n_repeats=1)
+    assert found.values == (0.0, pytest.approx(LEARNT), 1.5)
+    for value, evidence in zip(found.values, found.evidences, strict=True):
+        model.augmentation.resize_("rotation", value)
+        expected = li.log_evidence(model, loader, n_samples=5) / 30
+        assert evidence == pytest.approx(expected, abs=1e-5)
+    assert len({round(evidence, 4) for evidence in found.evidences}) == 3
+
+
+def test_with_steps_it_is_the_evidence_of_a_pilot(model, loader):
+    """Of the same batches, draws and directions; only the priors at the start differ."""
+    options = {"optimizer_kwargs": {"lr": 1e-3}}
+    found = li.profile(
+        model,
+        loader,
+        "rotation",
+        [1.5],
+        n_steps=4,
+        n_repeats=1,
+        backend_kwargs={"stochastic": True},
+        **options,
+    )
+    settings = settings_of_evidence(loader, "classification", **options)
+    states = RandomStates(model, (loader,))
+    torch.manual_seed(0)
+    pilots = Pilots(model, settings, states, n_steps=4, n_samples=2, n_examples=1000)
+    pilots._assess()  # which takes the priors to where a profile starts
+    pilots._start = pilots._state()
+    for value, evidence in zip(found.values, found.evidences, strict=True):
+        candidate = pilots.space.candidate({"rotation": value})
+        assert evidence == pytest.approx(pilots.evidences(candidate, 1)[1], abs=1e-5)
+
+
+def test_all_values_are_trained_alike(model):
+    """A value has the same evidence whichever others are tried before it."""
+    loader = shuffled(labelled_points(), generator=torch.Generator().manual_seed(4))
+    model.generator = torch.Generator().manual_seed(5)
+    alone = li.profile(model, loader, "rotation", [1.0], n_steps=5, n_repeats=1)
+    among = li.profile(model, loader, "rotation", [0.0, 0.5, 1.0], n_steps=5, n_repeats=1)
+    assert dict(zip(alone.values, alone.evidences, strict=True)).items() <= (
+        dict(zip(among.values, among.evidences, strict=True)).items()
+    )
+    untrained = li.profile(model, loader, "rotation", [1.0], n_steps=0, n_repeats=1)
+    assert untrained.evidences != alone.evidences
+
+
+def test_repetitions_have_other_draws_and_give_errors(model, loader):
+    found = li.profile(model, loader, "rotation", [1.0], n_steps=2, n_repeats=3)
+    assert len({*found.repeats}) == 3
+    assert found.evidences == pytest.approx(np.mean(found.repeats, axis=0).tolist())
+    centred = np.array(found.repeats) - np.mean(found.repeats, axis=1, keepdims=True)
+    assert found.errors == pytest.approx((centred.std(axis=0, ddof=1) / math.sqrt(3)).tolist())
+    assert li.profile(model, loader, "rotation", [1.0], n_steps=2, n_repeats=1).errors is None
+    untrained = li.profile(model, loader, "rotation", [1.0], n_steps=0, n_repeats=2)
+    assert untrained.repeats[0] != untrained.repeats[1]
+
+
+def rings(n=240):
+    """Points in three rings, each over a sector, turned at random: only the radius is known."""
+    torch.manual_seed(3)
+    y = torch.arange(n) % 3
+    radius = 1 + y + 0.1 * torch.randn(n)
+    angle = 0.3 * torch.randn(n) + 2 * math.pi * torch.rand(n)
+    return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], 1), y)
+
+
+def test_rotated_data_prefer_a_wide_range():
+    data = rings()
+    augmentation = li.AffinePoints(learn="rotation", draws="sobol")
+    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3))
+    model = li.InvariantModel(net, augmentation, n_samples=8)
+    loader = DataLoader(data, batch_size=120, shuffle=True)
+    optimizer = torch.optim.Adam(model.parameters(), 0.03)
+    for _ in range(30):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    found = li.profile(
+        model,
+        loader,
+        "rotation",
+        [1.5, math.pi],
+        n_steps=40,
+        n_repeats=1,
+        optimizer_kwargs={"lr": 0.02},
+    )
+    at_zero, _, wide = found.evidences
+    assert wide > at_zero + 0.05
+    assert found.learnt == 0.0
+    assert not found.is_maximum
+    assert found.best > 1
+    assert "rotation ±0.0 degrees is not a maximum" in str(found)
+
+
+# What is kept.
+
+
+def test_resumed_profile_is_the_same_to_the_last_digit(model, loader, tmp_path, monkeypatch):
+    whole = li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=3)
+    path = tmp_path / "deep" / "profile.json"
+    retuning = li.marglik.profile.__globals__["_Retuning"]
+    evidence, calls = retuning.evidence, []
+
+    def interrupted(self, value, repeat):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(value)
+        return evidence(self, value, repeat)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retuning, "evidence", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=3, checkpoint=path)
+    assert len(json.loads(path.read_text())["found"]) == 2
+    torch.manual_seed(99)  # a new process has another state
+    kept = {"n_steps": 3, "checkpoint": path, "resume": True}
+    again = li.profile(model, loader, "rotation", [0.0, 1.0], **kept)
+    assert again == whole
+    monkeypatch.setattr(retuning, "evidence", None)  # nothing is computed again
+    assert li.profile(model, loader, "rotation", [0.0, 1.0], **kept) == whole
+    assert li.profile(model, loader, "rotation", [1.0], n_repeats=1, **kept).repeats == (
+        whole.repeats[0][1:],
+    )
+
+
+def test_a_file_of_something_else_is_not_touched(model, loader, tmp_path):
+    path = tmp_path / "profile.json"
+    options = {"n_steps": 0, "n_repeats": 1, "checkpoint": path}
+    li.profile(model, loader, "rotation", [1.0], **options)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match=r"profile.json exists; resume=True resumes"):
+        li.profile(model, loader, "rotation", [1.0], **options)
+    with pytest.raises(ValueError, match="another profile: it differs in number of steps"):
+        li.profile(model, loader, "rotation", [1.0], **options | {"n_steps": 1}, resume=True)
+    with torch.no_grad():
+        model.net[0].weight += 1e-3
+    with pytest.raises(ValueError, match="it differs in checksum of the model"):
+        li.profile(model, loader, "rotation", [1.0], **options, resume=True)
+    assert path.read_bytes() == before
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="is not of a profile in format 1; nothing was changed"):
+        li.profile(model, loader, "rotation", [1.0], **options, resume=True)
+    with pytest.raises(ValueError, match="resume=True needs to know the checkpoint="):
+        li.profile(model, loader, "rotation", [1.0], resume=True)
+
+
+def test_progress_is_shown_if_wanted(model, loader, capfd):
+    options = {"n_steps": 0, "n_repeats": 1}
+    li.profile(model, loader, "rotation", [1.0], **options)
+    assert capfd.readouterr().err == ""
+    li.profile(model, loader, "rotation", [1.0], progress_bar=True, **options)
+    assert "profile of rotation: 100%" in capfd.readouterr().err
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "turn"}, "there is no range 'turn' to profile; choose from rotation"),
+        ({"name": "shear"}, "there is no range 'shear' to profile; choose from rotation"),
+        ({"values": [3.2]}, "between 0 and 3.142, its limit, got 3.2"),
+        ({"values": [-0.1]}, "between 0 and 3.142, its limit, got -0.1"),
+        ({"values": [math.nan]}, "between 0 and 3.142, its limit, got nan"),
+        ({"values": []}, "nothing to compare the learnt rotation with"),
+        ({"n_steps": -1}, "n_steps must be finite and at least 0 and whole, got -1"),
+        ({"n_repeats": 0}, "n_repeats must be positive and finite and whole, got 0"),
+        ({"n_samples": 0}, "n_samples must be positive and finite and whole, got 0"),
+        ({"likelihood": "ranking"}, "likelihood must be 'classification' or 'regression'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_makes_no_sense_is_refused(model, loader, arguments, message):
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        li.profile(model, loader, **{"name": "rotation"} | arguments)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen"])
+def test_without_a_range_to_learn_it_is_refused(model, loader, kind):
+    model.augmentation.eta.requires_grad_(False)
+    chosen = plain_network() if kind == "plain" else model
+    with pytest.raises(ValueError, match=r"no range to profile: .* wrap the network in Invariant"):
+        li.profile(chosen, loader, "rotation")
+
+
+def test_one_class_is_refused(model):
+    data = TensorDataset(torch.randn(20, 2), torch.ones(20, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"all examples have the same target.*two classes"):
+        li.profile(model, shuffled(data), "rotation")
+
+
+# Values, names and words.
+
+
+@pytest.mark.parametrize("learnt", [0.0, 0.01, 0.3, 1.0, 2.5, 3.1, math.pi])
+@pytest.mark.parametrize("limit", [math.pi, math.inf])
+def test_default_values_are_around_the_learnt_one(learnt, limit):
+    values = _around(learnt, limit)
+    assert learnt in values
+    assert list(values) == sorted(set(values))
+    assert values[0] <= 0.01 * values[-1]
+    assert 9 <= len(values) <= 10
+    assert values[-1] == limit if math.isfinite(limit) and learnt != 3.1 else values[-1] > learnt
+    assert max(values) <= limit
+
+
+def test_ranges_of_several_augmentations_have_the_names_of_their_modules(loader):
+    inner = li.InvariantModel(plain_network(), li.AffinePoints(init=0.1), 2)
+    model = li.InvariantModel(inner, li.AffinePoints(init=0.3, learn="rotation"), 2)
+    options = {"n_steps": 0, "n_repeats": 1}
+    found = li.profile(model, loader, "net.augmentation.shear", [0.0], **options)
+    assert (found.name, found.learnt) == ("net.augmentation.shear", pytest.approx(0.1))
+    with pytest.raises(ValueError, match=r"net\.augmentation\.shear, augmentation\.rotation$"):
+        li.profile(model, loader, "rotation", [0.0], **options)
+
+
+def test_regression_has_a_profile(loader):
+    data = labelled_points(classes=0)
+    found = li.profile(
+        invariant_network(1), shuffled(data), "rotation", [1.0], "regression", n_steps=3
+    )
+    assert all(map(math.isfinite, found.evidences))
+
+
+def curve(*evidences, learnt=1.0, **options):
+    values = tuple(0.5 * i for i in range(len(evidences)))
+    repeats = options.pop("repeats", (evidences,))
+    return Profile("shear", values, repeats, learnt, **options)
+
+
+def test_a_maximum_and_its_interval():
+    found = curve(-1.0, -0.5, -0.1, -0.11, -0.15)
+    assert (found.best, found.is_maximum, found.loss) == (1.0, True, 0.0)
+    assert found.interval == (pytest.approx(0.975), pytest.approx(1.625))
+    assert found.width == pytest.approx(0.65)
+    lines = str(found).splitlines()
+    assert lines[3].split() == ["±1.000", "-0.100", "0.000", "learnt,", "best"]
+    expected = "shear ±1.000 is a maximum; within 0.02 nats per example of the best from ±0.975"
+    assert lines[-1] == f"{expected} to ±1.625"
+
+
+def test_what_is_not_a_maximum_is_called_so():
+    found = curve(-1.0, -0.5, -0.1, -0.05)
+    assert (found.best, found.is_maximum) == (1.5, False)
+    assert "is not a maximum: ±1.500 is better by 0.050;" in str(found)
+    assert str(found).endswith(", and nothing wider was tried")
+    assert not str(curve(-1.0, -0.5, -0.1, -0.05, limit=1.5)).endswith("tried")
+    assert curve(-1.0, -0.5, -0.1, -0.096).is_maximum
+
+
+def test_differences_within_the_error_are_none():
+    noisy = ((-0.5, -0.3, -0.1, -0.20), (-0.5, -0.3, -0.2, -0.08))
+    assert curve(*noisy[0], repeats=noisy).is_maximum
+    shifted = ((-0.5, -0.3, -0.1, -0.09), (-1.5, -1.3, -1.1, -1.09))
+    found = curve(*noisy[0], repeats=shifted)
+    assert not found.is_maximum
+    assert found.errors == pytest.approx([0, 0, 0, 0])
+
+
+def test_evidences_that_are_not_finite_are_kept():
+    found = curve(-math.inf, -0.5, -0.1, -0.2)
+    text = json.dumps(found.summary(), allow_nan=False)
+    assert profile_of(json.loads(text), str) == found
+    assert found.interval[0] == pytest.approx(0.975)
+
+
+# Single ranges of augmentations.
+
+
+@pytest.mark.parametrize("constraint", [None, "softplus", "tanh"])
+@pytest.mark.parametrize("correlated", [False, True])
+def test_one_range_is_set_and_others_stay(constraint, correlated):
+    augmentation = li.AffinePoints(init=0.3, constraint=constraint, correlated=correlated)
+    with torch.no_grad():
+        augmentation.eta[0] *= -1
+        if correlated:
+            augmentation.mixing.copy_(0.1 * torch.randn(6, 6))
+    before, eta = augmentation.widths(), augmentation.eta.detach().clone()
+    tensors = [buffer.clone() for buffer in augmentation.buffers()]
+    for name, width in before.items():
+        augmentation.resize_(name, width)
+    assert_same(augmentation.buffers(), tensors)
+    augmentation.resize_("rotation", 0.7)
+    assert augmentation.widths() == pytest.approx(before | {"rotation": 0.7})
+    others = [i for i in range(6) if augmentation.names[i] != "rotation"]
+    assert torch.equal(augmentation.eta[others], eta[others])
+    with pytest.raises(ValueError, match=r"rotation must be between 0 and 3.142"):
+        augmentation.resize_("rotation", 4.0)
+    with pytest.raises(ValueError, match="learns no range 'turn'"):
+        augmentation.resize_("turn", 0.1)
+
+
+def test_a_closed_range_can_be_opened():
+    augmentation = li.AffinePoints(correlated=True)
+    augmentation.resize_("shear", 0.4)
+    assert augmentation.widths()["shear"] == pytest.approx(0.4)
+
+
+def test_single_ranges_of_compositions_and_finite_groups():
+    both = li.Compose(li.AffineImage(init=0.1), li.Colour(init=0.2))
+    before = both.widths()
+    both.resize_("rotation", 0.5)
+    assert both.widths() == pytest.approx(before | {"rotation": 0.5})
+    assert both.in_words("rotation", math.pi) == "±180.0 degrees"
+    group = li.FiniteGroup("flips", init=0.5)
+    group.resize_("half_turn", 0.25)
+    assert group.widths() == {"horizontal_flip": 0.5, "vertical_flip": 0.5, "half_turn": 0.25}
+    assert group.in_words("half_turn", 0.25) == "0.250 of the identity's weight"
+    assert li.FiniteGroup("flips").frozen().widths() == {}
