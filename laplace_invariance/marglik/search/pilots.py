@@ -66,6 +66,12 @@ class Pilots:
         self._states: dict[Candidate, tuple[int, dict[str, Any]]] = {}
 
     @property
+    def most_units(self) -> int:
+        """Units after which candidates are compared at the latest: a quarter of the training."""
+        n_epochs = self._trainer.settings.schedule.n_epochs
+        return n_epochs * len(self._batches) // (4 * self._n_steps)
+
+    @property
     def space(self) -> Space:
         """The ranges to search."""
         return self._space

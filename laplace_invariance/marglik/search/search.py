@@ -20,7 +20,6 @@ __all__ = ["Search", "SearchResult", "Trial"]
 
 logger = logging.getLogger(__name__)
 
-MOST_UNITS = 16  # of training before candidates are judged although none is better than guessing
 CLEARLY = 0.1  # share of the entropy of the classes that the best must have removed
 
 
@@ -206,7 +205,7 @@ class _Searching:
         length = 1
         while True:
             found = [self._try(candidate, length) for candidate in pool]
-            if max(found) > enough or length >= MOST_UNITS:
+            if max(found) > enough or 2 * length > self._pilots.most_units:
                 return length
             logger.info("no candidate is much better than guessing after %d units", length)
             length *= 2
