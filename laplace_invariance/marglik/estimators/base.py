@@ -170,20 +170,21 @@ class RunningEstimator:
         """Put back a state that :meth:`state_dict` returned."""
         self.margliks = state["margliks"]
 
-    def assess(self, loader: Iterable[Any]) -> float:
+    def assess(self, loader: Iterable[Any], seed: int = SEED) -> float:
         """Return the evidence of the present state, with priors taken to their optimum for it.
 
-        Draws are common to all calls, so that their evidences compare.
+        Draws are common to all calls with the same seed, so that their evidences compare.
 
         Args:
             loader: Batches of all data, or of a part that stands for all.
+            seed: Seed of the draws.
 
         Returns:
             Log evidence of all data; minus infinity if it is not finite.
         """
         totals: list[Tensor] = []
         n_seen = 0
-        with replayable(SEED):
+        with replayable(seed):
             for data in loader:
                 x, y = self.approximation.batch(data)
                 found = self.approximation.curvature(x, y)
