@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         named_hyperparameters,
     )
     from laplace_invariance.invariant import InvariantModel
-    from laplace_invariance.marglik import log_evidence, marglik_training
+    from laplace_invariance.marglik import log_evidence, marglik_training, suggest
 
 __version__ = "0.1.0.dev0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "marglik_training",
     "metrics",
     "named_hyperparameters",
+    "suggest",
 ]
 
 _SUBMODULES = (
@@ -85,6 +86,7 @@ _HOMES = {
     "log_evidence": "marglik",
     "marglik_training": "marglik",
     "named_hyperparameters": "hyper",
+    "suggest": "marglik",
 }
 
 
