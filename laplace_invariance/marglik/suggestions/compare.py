@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,188 +21,19 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.augmentations.base import Augmentation
-from laplace_invariance.files import read_json, write_json
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.checkpoints import RandomStates
+from laplace_invariance.marglik.estimators.base import finite
 from laplace_invariance.marglik.evidence import settings_of_evidence
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.settings import Settings, check_numbers
-from laplace_invariance.tables import table
+from laplace_invariance.marglik.suggestions.known import KnownEvidences
+from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestions
 
-__all__ = ["Ranges", "Suggestion", "Suggestions", "candidates_of", "suggest"]
-
-FORMAT = 1  # of the file that known evidences are kept in
-N_ERRORS = 2  # standard errors that a clear difference exceeds
-RAISES, LOWERS, UNCLEAR = "raises it", "lowers it", "not clear"
+__all__ = ["Ranges", "candidates_of", "suggest"]
 
 Ranges = Mapping[str | tuple[str, ...], float | Sequence[float]]
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """What an augmentation does to the evidence.
-
-    Attributes:
-        ranges: Widths of the ranges, by name.
-        words: The same in words and units.
-        gains: By how much the log evidence per example is above that of the network alone, once
-            for every repeat.
-        earlier: Mean gain after half of the steps.
-        margin: Gain that is too small to matter.
-    """
-
-    ranges: dict[str, float]
-    words: str
-    gains: list[float]
-    earlier: float
-    margin: float
-
-    @property
-    def gain(self) -> float:
-        """Mean gain in log evidence per example."""
-        return statistics.fmean(self.gains)
-
-    @property
-    def error(self) -> float:
-        """Standard error of the gain over repeats; zero if it is minus infinity."""
-        return _error(self.gains)
-
-    @property
-    def verdict(self) -> str:
-        """Whether it raises the evidence, lowers it, or whether that is not clear.
-
-        A gain that is negative, and would not be if it went on rising as it did in the second half
-        of the steps, is not clear either.
-        """
-        least = max(N_ERRORS * self.error, self.margin)
-        if self.gain > least:
-            return RAISES
-        if self.gain == -math.inf:
-            return LOWERS
-        further = self.gain + max(0.0, self.gain - self.earlier)
-        return LOWERS if further < -least else UNCLEAR
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the evidence is clearly higher with the augmentation."""
-        return self.verdict == RAISES
-
-    def is_as_good_as(self, other: Suggestion) -> bool:
-        """Return whether the evidence is not clearly lower than with another augmentation."""
-        if not math.isfinite(self.gain):
-            return False
-        differences = [b - a for a, b in zip(self.gains, other.gains, strict=True)]
-        least = max(N_ERRORS * _error(differences), self.margin)
-        return statistics.fmean(differences) <= least
-
-    def __str__(self) -> str:
-        return f"{self.words}: {self.gain:+.3f} ± {self.error:.3f} nats per example"
-
-
-@dataclass(frozen=True)
-class Suggestions:
-    """Augmentations by what they do to the evidence, best first; prints as a table.
-
-    Attributes:
-        rows: The augmentations, those with the highest gain first.
-        evidence: Log evidence per example of the network alone, trained for as many steps.
-        chance: Log evidence per example of guessing by the frequencies of classes; None for a
-            regression.
-        n_samples: Number of samples that outputs were averaged over.
-        n_steps: Number of steps on the weights before evidences were compared.
-        n_repeats: Number of repeats with other batches and draws.
-    """
-
-    rows: list[Suggestion]
-    evidence: float
-    chance: float | None
-    n_samples: int
-    n_steps: int
-    n_repeats: int
-
-    @property
-    def best(self) -> Suggestion | None:
-        """The augmentation with the highest evidence, if that is clearly above that of none."""
-        return next((row for row in self.rows if row.is_clear), None)
-
-    @property
-    def ties(self) -> list[Suggestion]:
-        """Other augmentations whose evidence is not clearly below that of the best."""
-        best = self.best
-        if best is None:
-            return []
-        return [row for row in self.rows if row is not best and row.is_as_good_as(best)]
-
-    @property
-    def is_better_than_guessing(self) -> bool:
-        """Whether the network, alone or with an augmentation, is better than guessing."""
-        highest = self.evidence + max(0.0, *(row.gain for row in self.rows))
-        return self.chance is None or highest > self.chance
-
-    def conclusion(self) -> str:
-        """Return in words what to do."""
-        lines = [self._about_the_best()]
-        if self.ties:
-            lines.append(f"not clearly worse: {'; '.join(row.words for row in self.ties)}")
-        if not self.is_better_than_guessing:
-            lines.append(
-                "none of the evidences is better than that of guessing, so that they mean little: "
-                "train the network for longer, or on more data"
-            )
-        elif self.best is None and any(row.verdict == UNCLEAR for row in self.rows):
-            lines.append("some are not clear: more steps or more repeats may tell")
-        return "\n".join(lines)
-
-    def _about_the_best(self) -> str:
-        if self.best is None:
-            return "no augmentation is clearly better than none"
-        return str(self.best)
-
-    def __str__(self) -> str:
-        header = ["augmentation", "gain", "error", "the evidence"]
-        rows = [
-            [row.words, f"{row.gain:+.3f}", f"{row.error:.3f}", row.verdict] for row in self.rows
-        ]
-        about = (
-            f"nats per example above {self.evidence:.3f}, that of the network alone; "
-            f"{self.n_samples} samples, {self.n_steps} steps, {self.n_repeats} repeats"
-        )
-        return f"{table([header, *rows], right=(1, 2))}\n{about}\n{self.conclusion()}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as numbers and strings in lists and dictionaries, for JSON."""
-        return vars(self) | {
-            "rows": [
-                asdict(row)
-                | {
-                    "gains": [_finite(gain) for gain in row.gains],
-                    "earlier": _finite(row.earlier),
-                    "gain": _finite(row.gain),
-                    "error": row.error,
-                    "verdict": row.verdict,
-                }
-                for row in self.rows
-            ],
-            "conclusion": self.conclusion(),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Suggestions:
-        """Return what :meth:`to_dict` describes."""
-        rows = [
-            Suggestion(
-                row["ranges"],
-                row["words"],
-                [_number(gain) for gain in row["gains"]],
-                _number(row["earlier"]),
-                row["margin"],
-            )
-            for row in values["rows"]
-        ]
-        left_out = ("rows", "conclusion")
-        rest = {name: value for name, value in values.items() if name not in left_out}
-        return cls(rows, **rest)
 
 
 def suggest(
@@ -213,7 +44,7 @@ def suggest(
     *,
     n_samples: int = 8,
     ranges: Ranges | None = None,
-    n_steps: int = 100,
+    n_steps: int = 200,
     n_repeats: int = 3,
     n_examples: int = 1000,
     margin: float = 0.02,
@@ -293,7 +124,7 @@ def suggest(
         **options,
     )
     _check_targets(settings)
-    known = _Known(checkpoint, resume, _signature(averaged, settings, comparison))
+    known = KnownEvidences(checkpoint, resume, _signature(averaged, settings, comparison))
     return _Suggesting(averaged, settings, comparison, known).run(candidates)
 
 
@@ -346,77 +177,15 @@ class _Comparison:
             )
 
 
-class _Known:
-    """Evidences by candidate and repeat, in a file if there is one.
-
-    Args:
-        path: File of JSON; None keeps evidences in memory only.
-        resume: Whether to read the file if it exists.
-        signature: What must agree between the call that wrote the file and this one.
-    """
-
-    def __init__(self, path: str | Path | None, resume: bool, signature: dict[str, Any]) -> None:
-        if resume and path is None:
-            raise ValueError("resume=True needs to know the checkpoint=")
-        self._path = None if path is None else Path(path)
-        self._signature = signature
-        self._trials: list[dict[str, Any]] = []
-        if self._path is not None and self._path.exists():
-            self._trials = self._read(self._path, resume)
-        # after half of the steps, and after all
-        self._evidences = {
-            (Candidate(tuple(trial["ranges"].items())), trial["repeat"]): (
-                _number(trial["earlier"]),
-                _number(trial["evidence"]),
-            )
-            for trial in self._trials
-        }
-
-    def _read(self, path: Path, resume: bool) -> list[dict[str, Any]]:
-        if not resume:
-            raise FileExistsError(
-                f"{path} exists; resume=True resumes from it, another name starts from scratch"
-            )
-        content = read_json(path)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} has no evidences of suggest in format {FORMAT}; nothing was changed"
-            )
-        for name, value in self._signature.items():
-            if content["signature"].get(name) != value:
-                raise ValueError(
-                    f"{path} was written by another call: its {name} is "
-                    f"{content['signature'].get(name)} there and {value} here; nothing was changed"
-                )
-        return content["trials"]
-
-    def __contains__(self, key: tuple[Candidate, int]) -> bool:
-        return key in self._evidences
-
-    def __getitem__(self, key: tuple[Candidate, int]) -> tuple[float, float]:
-        return self._evidences[key]
-
-    def add(self, candidate: Candidate, repeat: int, earlier: float, evidence: float) -> None:
-        """Keep the evidences of a trial, and write all."""
-        self._evidences[candidate, repeat] = (earlier, evidence)
-        self._trials.append(
-            {
-                "ranges": dict(candidate.widths),
-                "repeat": repeat,
-                "earlier": _finite(earlier),
-                "evidence": _finite(evidence),
-            }
-        )
-        if self._path is not None:
-            content = {"format": FORMAT, "signature": self._signature, "trials": self._trials}
-            write_json(self._path, content)
-
-
 class _Suggesting:
     """A comparison at work."""
 
     def __init__(
-        self, model: InvariantModel, settings: Settings, comparison: _Comparison, known: _Known
+        self,
+        model: InvariantModel,
+        settings: Settings,
+        comparison: _Comparison,
+        known: KnownEvidences,
     ) -> None:
         self._model = model
         self._settings = settings
@@ -506,7 +275,7 @@ class _Suggesting:
         return Suggestions(
             sorted(rows, key=lambda row: row.gain, reverse=True),
             evidence=statistics.fmean(self._known[nothing, repeat][1] for repeat in repeats),
-            chance=_finite(self._chance),
+            chance=finite(self._chance),
             n_samples=self._model.augmentation.count(self._model.n_samples),
             n_steps=self._comparison.n_steps,
             n_repeats=self._comparison.n_repeats,
@@ -647,21 +416,3 @@ def _signature(
             )
         },
     }
-
-
-# Numbers.
-
-
-def _error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean."""
-    if not all(map(math.isfinite, values)):
-        return 0.0
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: float | None) -> float:
-    return -math.inf if value is None else value

@@ -1,0 +1,6 @@
+"""Suggestions of augmentations for networks that are trained already."""
+
+from laplace_invariance.marglik.suggestions.compare import candidates_of, suggest
+from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestions
+
+__all__ = ["Suggestion", "Suggestions", "candidates_of", "suggest"]
