@@ -30,6 +30,7 @@ from laplace_invariance.experiments.options import (
     LearnConfig,
     MeasureConfig,
     PairsConfig,
+    SuggestConfig,
     VariationalConfig,
 )
 from laplace_invariance.tables import labelled
@@ -69,6 +70,12 @@ VERBS = {
         "compare learnt ranges with other ways, in one table",
         "Run several methods on several kinds of images, with the same code, network and images.",
         before_files=None,
+    ),
+    "suggest": Verb(
+        SuggestConfig,
+        "suggest augmentations for a network that was trained without any",
+        "Train a network without augmentation, or read its weights, and say which augmentations, "
+        "and how far, would raise its evidence, with standard errors.",
     ),
     "layers": Verb(
         LayersConfig,

@@ -3,6 +3,7 @@
 from laplace_invariance.plots.outcomes import (
     accuracies,
     bound_by_range,
+    gains,
     invariances,
     orbit_codes,
     probability_by_angle,
@@ -29,6 +30,7 @@ __all__ = [
     "figure",
     "filter_bank",
     "flow",
+    "gains",
     "invariances",
     "layer_precisions",
     "layer_shares",

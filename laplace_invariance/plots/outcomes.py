@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
     from laplace_invariance.metrics import Invariance, InvarianceReport
 
-__all__ = ["accuracies", "bound_by_range", "invariances", "orbit_codes", "probability_by_angle"]
+__all__ = [
+    "accuracies",
+    "bound_by_range",
+    "gains",
+    "invariances",
+    "orbit_codes",
+    "probability_by_angle",
+]
 
 MEASURES = {"predictive": "predictive", "logit": "logit", "saliency": "1 - saliency"}  # and titles
 
@@ -95,6 +102,42 @@ def bound_by_range(
     ax.set(xlabel="rotation, ± degrees", ylabel="ELBO per datum")
     ax.set(xlim=(-4, 184), xticks=range(0, 181, 45))
     ax.legend(loc="best", fontsize="small")
+    return ax
+
+
+def gains(
+    names: Sequence[str],
+    values: Sequence[float],
+    errors: Sequence[float],
+    are_clear: Sequence[bool],
+    ax: Axes,
+) -> Axes:
+    """Draw gains in evidence as horizontal bars with their standard errors, the highest on top.
+
+    Gains that are not clear are grey, others have the colour of their sign. A gain of minus
+    infinity has no bar.
+
+    Args:
+        names: Names of the bars.
+        values: Gains in log evidence per example.
+        errors: Standard errors of the gains.
+        are_clear: Whether the sign of each gain is clear.
+        ax: Axes to draw on.
+    """
+    bars = sorted(zip(values, names, errors, are_clear, strict=True), reverse=True)
+    for place, (value, _, error, is_clear) in enumerate(bars):
+        if not math.isfinite(value):
+            continue
+        color = "0.75"
+        if is_clear:
+            color = colour(2 if value > 0 else 3)
+        ax.barh(place, value, xerr=error, height=0.7, color=color, ecolor="0.2", capsize=2)
+    ax.axvline(0, color="k", lw=1)
+    ax.set_yticks(range(len(bars)), [name.replace("_", " ") for _, name, _, _ in bars])
+    ax.set_ylim(len(bars) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("gain in log evidence per example (grey: not clear)")
+    hide_spines(ax, "top", "right", "left")
     return ax
 
 

@@ -12,7 +12,12 @@ from laplace_invariance.experiments.options.others import (
     PairsConfig,
     VariationalConfig,
 )
-from laplace_invariance.experiments.options.ranges import CompareConfig, LearnConfig, RangesConfig
+from laplace_invariance.experiments.options.ranges import (
+    CompareConfig,
+    LearnConfig,
+    RangesConfig,
+    SuggestConfig,
+)
 
 __all__ = [
     "CompareConfig",
@@ -23,5 +28,6 @@ __all__ = [
     "MeasureConfig",
     "PairsConfig",
     "RangesConfig",
+    "SuggestConfig",
     "VariationalConfig",
 ]

@@ -95,13 +95,17 @@ class Space:
             }
             module.open_(own)
 
-    def first(self) -> list[Candidate]:
-        """Return what is tried first: nothing, every unit at every width, all moderately open."""
+    def alone(self) -> list[Candidate]:
+        """Return nothing, and every unit at every width."""
         found = [self.candidate({})]
         for unit, widths in self._units.items():
             found += [self.candidate(dict.fromkeys(unit, width)) for width in widths]
+        return _different(found)
+
+    def first(self) -> list[Candidate]:
+        """Return what is tried first: nothing, every unit at every width, all moderately open."""
         everything = {name: widths[0] for unit, widths in self._units.items() for name in unit}
-        return _different([*found, self.candidate(everything)])
+        return _different([*self.alone(), self.candidate(everything)])
 
     def neighbours(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
         """Return candidates near one: every open unit narrower, wider, in part or not at all.

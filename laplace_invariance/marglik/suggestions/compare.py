@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import tqdm
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.checkpoints import RandomStates
@@ -27,13 +23,25 @@ from laplace_invariance.marglik.estimators.base import finite
 from laplace_invariance.marglik.evidence import settings_of_evidence
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.search.pilots import Pilots
-from laplace_invariance.marglik.settings import Settings, check_numbers
+from laplace_invariance.marglik.settings import Settings
+from laplace_invariance.marglik.suggestions.given import (
+    Comparison,
+    Ranges,
+    candidates_of,
+    check_targets,
+    chosen_augmentation,
+    copied,
+    like,
+    shuffled,
+    signature,
+    targets_of,
+)
 from laplace_invariance.marglik.suggestions.known import KnownEvidences
 from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestions
 
-__all__ = ["Ranges", "candidates_of", "suggest"]
+__all__ = ["suggest"]
 
-Ranges = Mapping[str | tuple[str, ...], float | Sequence[float]]
+LR = 2e-3  # smaller ones need more steps, larger ones disturb the network alone
 
 
 def suggest(
@@ -65,13 +73,13 @@ def suggest(
     and narrower ones are tried as well.
 
     Gradients of the evidence at ranges of zero are mostly noise, so evidences are compared at
-    finite ranges. Without training them further, networks that never saw transformed inputs always
-    lose by an augmentation. Training starts from the given weights, and not from fresh ones,
-    because short trainings from scratch favour augmentations, which regularise: there, every range
-    looked better than none on upright digits, where longer training leaves little of that. From
+    finite ranges. Without further training, a network that never saw transformed inputs loses by
+    any augmentation. Training starts from the given weights, and not from fresh ones, because
+    short trainings from scratch favour augmentations: where both were tried, for an MLP on upright
+    digits, moderate ranges were far ahead of none at first, and less and less so later. From
     trained weights the comparison errs to the other side: the network alone has a head start, which
-    goes with more steps. Hence what raises the evidence can be relied on, and a gain that is
-    negative but still rising is called not clear.
+    shrinks with more steps. Hence a gain that is negative but still rising is called not clear, and
+    an augmentation that helps little may be missed.
 
     Errors are those of batches, draws and examples. They do not contain what other weights or other
     data of the same kind would change.
@@ -111,70 +119,27 @@ def suggest(
         FileExistsError: If ``checkpoint`` exists and is not resumed from.
         FloatingPointError: If the evidence of the network alone is not finite.
     """
-    comparison = _Comparison(n_steps, n_repeats, n_examples, margin)
-    net, first = _copied(model), _first_input(loader)
-    chosen = _chosen_augmentation(augmentation, first)
-    averaged = InvariantModel(net, chosen.to(*_like(net)), n_samples)
-    candidates = candidates_of(averaged, ranges)
+    comparison = Comparison(n_steps, n_repeats, n_examples, margin)
+    net = copied(model)
     settings = settings_of_evidence(
-        _shuffled(loader, torch.Generator()),
+        shuffled(loader),
         likelihood,
-        optimizer_kwargs=dict(optimizer_kwargs or {"lr": 2e-3}),
+        optimizer_kwargs=dict(optimizer_kwargs or {"lr": LR}),
         progress_bar=progress_bar,
         **options,
     )
-    _check_targets(settings)
-    known = KnownEvidences(checkpoint, resume, _signature(averaged, settings, comparison))
-    return _Suggesting(averaged, settings, comparison, known).run(candidates)
-
-
-def candidates_of(model: nn.Module, ranges: Ranges | None) -> list[Candidate]:
-    """Return what is compared: nothing first, then ranges one after another.
-
-    Args:
-        model: Model with an augmentation, or the augmentation itself.
-        ranges: Widths by names, as for :func:`suggest`.
-
-    Raises:
-        ValueError: If there is no such range, or a width is zero or outside of its limits.
-    """
-    space = Space(model)
-    if ranges is None:
-        return space.first()[:-1]  # the last one opens everything
-    found = [space.candidate({})]
-    for names, widths in ranges.items():
-        unit = (names,) if isinstance(names, str) else tuple(names)
-        for width in [widths] if isinstance(widths, int | float) else widths:
-            candidate = space.candidate(dict.fromkeys(unit, width))
-            if len(candidate.widths) < len(unit):
-                raise ValueError(
-                    f"a width of {width} closes {', '.join(unit)}, and nothing is always among the "
-                    "candidates; give a width above 0.001"
-                )
-            found.append(candidate)
-    if len(found) == 1:
-        raise ValueError("ranges names nothing to try; leave it out to try everything")
-    return list(dict.fromkeys(found))
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """How candidates are compared; see :func:`suggest`."""
-
-    n_steps: int
-    n_repeats: int
-    n_examples: int
-    margin: float
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "n_steps", "n_examples", whole=True)
-        check_numbers(self, "margin", least=0)
-        check_numbers(self, "n_repeats", least=2, whole=True)  # one has no standard error
-        if self.n_steps % 2:
-            raise ValueError(
-                f"n_steps must be even, as evidences are compared after half of them, too, got "
-                f"{self.n_steps}"
-            )
+    random_states = RandomStates(model, [loader])
+    before = random_states.state_dict()
+    try:
+        chosen = chosen_augmentation(augmentation, settings.data.example())
+        averaged = InvariantModel(net, chosen.to(*like(net)), n_samples)
+        candidates = candidates_of(averaged, ranges)
+        check_targets(targets_of(settings))
+        signed = signature(averaged, settings, comparison)
+        known = KnownEvidences(checkpoint, resume, signed)
+        return _Suggesting(averaged, settings, comparison, known).run(candidates)
+    finally:
+        random_states.load_state_dict(before)
 
 
 class _Suggesting:
@@ -184,7 +149,7 @@ class _Suggesting:
         self,
         model: InvariantModel,
         settings: Settings,
-        comparison: _Comparison,
+        comparison: Comparison,
         known: KnownEvidences,
     ) -> None:
         self._model = model
@@ -299,120 +264,3 @@ class _Suggesting:
         for name, width in candidate.widths:
             named.setdefault(words.get(name, f"{width:.3f}"), []).append(name)
         return ", ".join(f"{' and '.join(names)} {text}" for text, names in named.items())
-
-
-# What is given: the network, the data, the augmentation.
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy of the network; raise if it is not one without augmentation."""
-    for name, module in model.named_modules():
-        if isinstance(module, InvariantModel | Augmentation):
-            place = f"its module {name!r}" if name else "it"
-            raise ValueError(
-                "suggest asks what a network without augmentation would gain, but the model has "
-                f"one already: {place} is of class {type(module).__name__}; give the network "
-                "inside, such as model.net, or learn ranges by marglik_training"
-            )
-    return deepcopy(model)
-
-
-def _like(net: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return device and type of the weights, which the augmentation gets as well."""
-    for weight in net.parameters():
-        return weight.device, weight.dtype
-    raise ValueError("the model has no parameters, so that there is no evidence to compare")
-
-
-def _first_input(loader: DataLoader) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        first: Any = loader.dataset[0]
-    return first if isinstance(first, MutableMapping) else first[0]
-
-
-def _chosen_augmentation(augmentation: Augmentation | None, example: Any) -> Augmentation:
-    """Return a copy of the augmentation, or that of images."""
-    if augmentation is not None:
-        if not isinstance(augmentation, Augmentation):
-            raise TypeError(
-                "augmentation must be a laplace_invariance.Augmentation, "
-                f"got {type(augmentation).__name__}"
-            )
-        return deepcopy(augmentation)
-    if not isinstance(example, Tensor) or example.ndim != 3:
-        kind = list(example.shape) if isinstance(example, Tensor) else type(example).__name__
-        raise ValueError(
-            "without augmentation= inputs must be images [channels, height, width], got "
-            f"{kind}; give an augmentation, such as AffinePoints() for points in the plane"
-        )
-    return AffineImage(draws="sobol")
-
-
-def _shuffled(loader: DataLoader, generator: torch.Generator) -> DataLoader:
-    """Return a loader of the same examples in random order, by a generator that can be seeded."""
-    return DataLoader(
-        loader.dataset,
-        loader.batch_size,
-        shuffle=True,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        generator=generator,
-    )
-
-
-def _check_targets(settings: Settings) -> None:
-    """Raise if all targets are the same, which there is nothing to learn from."""
-    first: Tensor | None = None
-    with torch.random.fork_rng(devices=[]):
-        for targets in _targets(settings):
-            first = targets[:1] if first is None else first
-            if (targets != first).any():
-                return
-    assert first is not None
-    what = "targets" if settings.evidence.is_regression else "labels"
-    raise ValueError(
-        f"all {what} are {first.squeeze().tolist()}: any network is right, whatever its "
-        "augmentation; give data that differ in what is to be predicted"
-    )
-
-
-def _targets(settings: Settings) -> Iterable[Tensor]:
-    for data in settings.data.ordered_loader:
-        if isinstance(data, MutableMapping):
-            yield data[settings.data.dict_key_y]
-        else:
-            yield data[1]
-
-
-def _signature(
-    model: InvariantModel, settings: Settings, comparison: _Comparison
-) -> dict[str, Any]:
-    """Return what must agree between a call that wrote evidences and one that resumes."""
-    weights = b"".join(
-        tensor.detach().cpu().numpy().tobytes() for tensor in model.net.state_dict().values()
-    )
-    with torch.random.fork_rng(devices=[]):
-        targets = next(iter(_targets(settings)))
-    return {
-        "checksum of the weights": zlib.crc32(weights),
-        "checksum of the first targets": zlib.crc32(targets.numpy().tobytes()),
-        "number of training examples": settings.data.n_data,
-        "batch size": settings.data.train_loader.batch_size,
-        "augmentation": repr(model.augmentation),
-        "n_samples": model.n_samples,
-        "n_steps": comparison.n_steps,
-        "n_examples": comparison.n_examples,
-        "optimizer": settings.optimizer.optimizer_cls.__name__,
-        "subset_of_weights": settings.evidence.subset_of_weights,
-        "prior_structure": repr(settings.priors.prior_structure),
-        **{
-            name: settings.signature()[name]
-            for name in (
-                "likelihood",
-                "hessian_structure",
-                "backend",
-                "backend_kwargs",
-                "optimizer_kwargs",
-            )
-        },
-    }
