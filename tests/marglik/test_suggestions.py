@@ -14,6 +14,7 @@ import laplace_invariance as li
 from laplace_invariance.marglik import Suggestion, Suggestions
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.search.candidates import Space
 from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.suggestions import compare
 
@@ -123,6 +124,21 @@ def test_images_need_no_augmentation():
     found = li.suggest(net, loader, ranges=ranges, margin=9.0, n_samples=2, n_steps=2, n_repeats=2)
     words = {one.words for one in found.rows}
     assert words == {"x_scale and y_scale factor 0.82 to 1.22", "shear ±0.100"}
+
+
+def test_a_finite_group_is_opened_up_to_its_limit():
+    x = torch.rand(20, 1, 5, 5)
+    loader = DataLoader(TensorDataset(x, torch.arange(20) % 2), batch_size=10)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(25, 2))
+    found = li.suggest(net, loader, li.FiniteGroup("horizontal_flip"), **QUICK)
+    words = [one.words for one in found.rows]
+    assert "horizontal_flip weight 0.500" in words
+    assert found.n_samples == 2  # as many as there are elements
+    space = Space(li.FiniteGroup("horizontal_flip"))
+    near = space.resized(space.candidate({"horizontal_flip": 1.0}))
+    assert [one.widths[0][1] for one in near] == pytest.approx([1.0, 2 / 3])
+    assert near[0].widths[0][1] <= 1.0
+    space.put(near[0])
 
 
 def test_regression():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -76,7 +75,7 @@ class Space:
             if name not in self._owner_of:
                 known = ", ".join(self._owner_of)
                 raise ValueError(f"there is no range {name!r} to search; choose from {known}")
-            if not 0 <= width <= self._largest(name):
+            if not 0 <= width <= self._largest(name) * (1 + 1e-9):  # but for round-off
                 raise ValueError(
                     f"{name} must be between 0 and {self._largest(name):.4g}, its limit, got "
                     f"{width}"
@@ -106,6 +105,14 @@ class Space:
         """Return what is tried first: nothing, every unit at every width, all moderately open."""
         everything = {name: widths[0] for unit, widths in self._units.items() for name in unit}
         return _different([*self.alone(), self.candidate(everything)])
+
+    def resized(self, candidate: Candidate) -> list[Candidate]:
+        """Return a candidate with all its ranges wider, up to their limits, and narrower."""
+        found = []
+        for factor in (WIDER, NARROWER):
+            changed = {n: min(self._largest(n), factor * w) for n, w in candidate.widths}
+            found.append(self.candidate(changed))
+        return _different(found)
 
     def neighbours(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
         """Return candidates near one: every open unit narrower, wider, in part or not at all.
@@ -149,7 +156,7 @@ class Space:
 
     def _largest(self, name: str) -> float:
         owner, own = self._owner_of[name]
-        return owner.largest(own) * (1 + 1e-9) if math.isfinite(owner.largest(own)) else math.inf
+        return owner.largest(own)
 
 
 def _different(candidates: Iterable[Candidate]) -> list[Candidate]:

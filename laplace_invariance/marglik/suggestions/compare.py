@@ -164,7 +164,7 @@ class _Suggesting:
         self._compare(candidates)
         found = self._result(candidates)
         if found.best is not None:
-            near = self._space.neighbours(self._space.candidate(found.best.ranges), [])
+            near = self._space.resized(self._space.candidate(found.best.ranges))
             further = [candidate for candidate in near if candidate not in candidates]
             self._compare([candidates[0], *further])
             found = self._result([*candidates, *further])
