@@ -185,9 +185,23 @@ def test_what_is_as_good_as_the_best_is_told_by_paired_differences():
     assert "not clearly worse: b" in found.conclusion()
 
 
-def test_evidences_no_better_than_guessing_are_called_so():
-    assert "guessing" in Suggestions([row([0.5, 0.5])], -3.0, -2.3, 8, 100, 2).conclusion()
-    assert "guessing" not in Suggestions([row([0.8, 0.8])], -3.0, -2.3, 8, 100, 2).conclusion()
+def test_nothing_is_clear_that_is_no_better_than_guessing():
+    worse = Suggestions([row([0.5, 0.5])], -3.0, -2.3, 8, 100, 2)
+    assert worse.best is None
+    assert worse.conclusion().startswith("not clear: even the highest evidence is no better than")
+    better = Suggestions([row([0.8, 0.8])], -3.0, -2.3, 8, 100, 2)
+    assert better.best is better.rows[0]
+    assert "guessing" not in better.conclusion()
+
+
+def test_random_labels_need_no_augmentation():
+    x = torch.rand(20, 1, 5, 5)
+    loader = DataLoader(TensorDataset(x, torch.arange(20) % 2), batch_size=10)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(25, 2))
+    found = li.suggest(net, loader, li.FiniteGroup("quarter_turns"), **QUICK)
+    assert found.best is None
+    words = [one.words for one in found.rows]
+    assert "half_turn, quarter_turn and three_quarter_turn weight 0.250" in words
 
 
 def test_results_survive_json():

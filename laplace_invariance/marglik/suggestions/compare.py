@@ -263,4 +263,9 @@ class _Suggesting:
         named: dict[str, list[str]] = {}
         for name, width in candidate.widths:
             named.setdefault(words.get(name, f"{width:.3f}"), []).append(name)
-        return ", ".join(f"{' and '.join(names)} {text}" for text, names in named.items())
+        return ", ".join(f"{_listed(names)} {text}" for text, names in named.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

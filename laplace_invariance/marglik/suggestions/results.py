@@ -101,7 +101,13 @@ class Suggestions:
 
     @property
     def best(self) -> Suggestion | None:
-        """The augmentation with the highest evidence, if that is clearly above that of none."""
+        """The augmentation with the highest evidence, if that is clearly above that of none.
+
+        It must be above that of guessing, too: where a network fits nothing but noise, any
+        augmentation that hides its inputs brings it nearer to guessing, and so raises the evidence.
+        """
+        if not self.is_better_than_guessing:
+            return None
         return next((row for row in self.rows if row.is_clear), None)
 
     @property
@@ -120,22 +126,20 @@ class Suggestions:
 
     def conclusion(self) -> str:
         """Return in words what to do."""
-        lines = [self._about_the_best()]
-        if self.ties:
-            lines.append(f"not clearly worse: {'; '.join(row.words for row in self.ties)}")
         if not self.is_better_than_guessing:
-            lines.append(
-                "even the highest evidence is no better than that of guessing, so take this with "
-                "care: more data, or more steps, tell more"
+            return (
+                "not clear: even the highest evidence is no better than that of guessing, "
+                f"{self.chance:.3f}; more data, or a network that is trained better, tell more"
             )
-        elif self.best is None and any(row.verdict == UNCLEAR for row in self.rows):
+        if self.best is not None:
+            lines = [str(self.best)]
+            if self.ties:
+                lines.append(f"not clearly worse: {'; '.join(row.words for row in self.ties)}")
+            return "\n".join(lines)
+        lines = ["no augmentation is clearly better than none"]
+        if any(row.verdict == UNCLEAR for row in self.rows):
             lines.append("some are not clear: more steps or more repeats may tell")
         return "\n".join(lines)
-
-    def _about_the_best(self) -> str:
-        if self.best is None:
-            return "no augmentation is clearly better than none"
-        return str(self.best)
 
     def __str__(self) -> str:
         header = ["augmentation", "gain", "error", "the evidence"]
