@@ -158,6 +158,7 @@ def test_regression():
     ("gains", "earlier", "verdict"),
     [
         ([0.30, 0.32], 0.2, "raises it"),
+        ([0.30, 0.32], 0.8, "not clear"),  # falling
         ([0.01, 0.012], 0.0, "not clear"),  # below the margin
         ([0.6, 0.1], 0.2, "not clear"),  # within two standard errors
         ([-0.30, -0.32], -0.31, "lowers it"),

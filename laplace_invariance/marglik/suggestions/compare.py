@@ -41,7 +41,7 @@ from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestio
 
 __all__ = ["suggest"]
 
-LR = 2e-3  # smaller ones need more steps, larger ones disturb the network alone
+LR = 2e-3  # of the MLP that it was tried on, 5e-3 first disturbed the network alone
 
 
 def suggest(
@@ -77,9 +77,10 @@ def suggest(
     any augmentation. Training starts from the given weights, and not from fresh ones, because
     short trainings from scratch favour augmentations: where both were tried, for an MLP on upright
     digits, moderate ranges were far ahead of none at first, and less and less so later. From
-    trained weights the comparison errs to the other side: the network alone has a head start, which
-    shrinks with more steps. Hence a gain that is negative but still rising is called not clear, and
-    an augmentation that helps little may be missed.
+    trained weights the network alone has a head start instead. Either way gains change with the
+    number of steps, up for that MLP and down for a CNN on the same digits, so a gain whose sign
+    would not last if it went on changing is called not clear. An augmentation that helps little may
+    be missed.
 
     Errors are those of batches, draws and examples. They do not contain what other weights or other
     data of the same kind would change.
@@ -94,7 +95,8 @@ def suggest(
         ranges: Widths to try, one or several, by name of a range, or by several names that are
             opened together, such as ``{"rotation": (0.5, 1.5), ("x_scale", "y_scale"): 0.3}``. None
             is every range of the augmentation at its usual widths.
-        n_steps: Number of steps on the weights, even; more of them favour the network alone less.
+        n_steps: Number of steps on the weights, even; gains after more of them depend less on where
+            training starts.
         n_repeats: Number of repeats with other batches and draws, at least two.
         n_examples: Number of examples that an evidence is estimated from, at most.
         margin: Gain in log evidence per example that is too small to matter.

@@ -50,16 +50,18 @@ class Suggestion:
     def verdict(self) -> str:
         """Whether it raises the evidence, lowers it, or whether that is not clear.
 
-        A gain that is negative, and would not be if it went on rising as it did in the second half
-        of the steps, is not clear either.
+        It is not clear either if the gain would be on the other side, or too small, after changing
+        once more as it did in the second half of the steps.
         """
-        least = max(N_ERRORS * self.error, self.margin)
-        if self.gain > least:
-            return RAISES
         if self.gain == -math.inf:
             return LOWERS
-        further = self.gain + max(0.0, self.gain - self.earlier)
-        return LOWERS if further < -least else UNCLEAR
+        least = max(N_ERRORS * self.error, self.margin)
+        further = 2 * self.gain - self.earlier
+        if min(self.gain, further) > least:
+            return RAISES
+        if max(self.gain, further) < -least:
+            return LOWERS
+        return UNCLEAR
 
     @property
     def is_clear(self) -> bool:
