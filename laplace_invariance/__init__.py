@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         named_hyperparameters,
     )
     from laplace_invariance.invariant import InvariantModel
-    from laplace_invariance.marglik import log_evidence, marglik_training
+    from laplace_invariance.marglik import log_evidence, marglik_training, suggest
     from laplace_invariance.marglik.profile import profile
 
 __version__ = "0.1.0.dev0"
@@ -55,6 +55,7 @@ __all__ = [
     "metrics",
     "named_hyperparameters",
     "profile",
+    "suggest",
 ]
 
 _SUBMODULES = (
@@ -88,6 +89,7 @@ _HOMES = {
     "marglik_training": "marglik",
     "named_hyperparameters": "hyper",
     "profile": "marglik",
+    "suggest": "marglik",
 }
 
 

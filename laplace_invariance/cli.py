@@ -31,6 +31,7 @@ from laplace_invariance.experiments.options import (
     MeasureConfig,
     PairsConfig,
     ProfileConfig,
+    SuggestConfig,
     VariationalConfig,
 )
 from laplace_invariance.tables import labelled
@@ -77,6 +78,12 @@ VERBS = {
         "Learn ranges as learn does, and compute the evidence at other widths of one of them, the "
         "weights trained for a while at each.",
         before_files="\n\n",
+    ),
+    "suggest": Verb(
+        SuggestConfig,
+        "suggest augmentations for a network that was trained without any",
+        "Train a network without augmentation, or read its weights, and say which augmentations, "
+        "and how far, would raise its evidence, with standard errors.",
     ),
     "layers": Verb(
         LayersConfig,

@@ -4,6 +4,7 @@
 :mod:`.learn`           Learn to which transformations images are invariant, and how far.
 :mod:`.compare`         Compare several methods on several transformations, in one table.
 :mod:`.profile`         Show whether a learnt range is a maximum of the evidence, and how flat.
+:mod:`.suggest`         Suggest augmentations for a network that was trained without any.
 :mod:`.layers`          Learn layer by layer which symmetry a network should have.
 :mod:`.measure`         Measure how invariant networks are, in and out of distribution.
 :mod:`.pairs`           Learn a code that ignores unknown transformations, from pairs.

@@ -6,6 +6,7 @@ from laplace_invariance.marglik.evidence import log_evidence
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
 from laplace_invariance.marglik.profile import Profile, profile
 from laplace_invariance.marglik.search import Search, SearchResult
+from laplace_invariance.marglik.suggestions import Suggestion, Suggestions, suggest
 from laplace_invariance.marglik.training import Result, marglik_training
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "Running",
     "Search",
     "SearchResult",
+    "Suggestion",
+    "Suggestions",
     "log_evidence",
     "marglik_training",
     "profile",
+    "suggest",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "accuracies",
     "bound_by_range",
     "evidence_by_range",
+    "gains",
     "invariances",
     "orbit_codes",
     "probability_by_angle",
@@ -133,6 +134,42 @@ def evidence_by_range(profile: Profile, truth: float | None, ax: Axes) -> Axes:
     unit = UNITS.get(profile.name.rpartition("_")[2].rpartition(".")[2], "")
     ax.set(xlabel=profile.name.replace("_", " ") + unit, ylabel="log evidence per example")
     ax.legend(loc="best", fontsize="small")
+    return ax
+
+
+def gains(
+    names: Sequence[str],
+    values: Sequence[float],
+    errors: Sequence[float],
+    are_clear: Sequence[bool],
+    ax: Axes,
+) -> Axes:
+    """Draw gains in evidence as horizontal bars with their standard errors, the highest on top.
+
+    Gains that are not clear are grey, others have the colour of their sign. A gain of minus
+    infinity has no bar.
+
+    Args:
+        names: Names of the bars.
+        values: Gains in log evidence per example.
+        errors: Standard errors of the gains.
+        are_clear: Whether the sign of each gain is clear.
+        ax: Axes to draw on.
+    """
+    bars = sorted(zip(values, names, errors, are_clear, strict=True), reverse=True)
+    for place, (value, _, error, is_clear) in enumerate(bars):
+        if not math.isfinite(value):
+            continue
+        color = "0.75"
+        if is_clear:
+            color = colour(2 if value > 0 else 3)
+        ax.barh(place, value, xerr=error, height=0.7, color=color, ecolor="0.2", capsize=2)
+    ax.axvline(0, color="k", lw=1)
+    ax.set_yticks(range(len(bars)), [name.replace("_", " ") for _, name, _, _ in bars])
+    ax.set_ylim(len(bars) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("gain in log evidence per example (grey: not clear)")
+    hide_spines(ax, "top", "right", "left")
     return ax
 
 

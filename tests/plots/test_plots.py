@@ -296,3 +296,20 @@ def test_evidence_by_range_needs_neither_errors_nor_a_truth(ax):
     plots.evidence_by_range(Profile("shear", (0.0, 1.0), ((-1.0, -0.5),), 1.0), None, ax)
     assert labels(ax) == ["nearly the best", "learnt: ±1.000"]
     assert not ax.collections
+
+
+def test_gains_are_sorted_and_grey_where_they_are_not_clear(ax):
+    names = ["shear", "x_scale", "rotation", "hue"]
+    values, errors = [-0.2, 0.01, 0.3, -math.inf], [0.02, 0.03, 0.01, 0.0]
+    assert plots.gains(names, values, errors, [True, False, True, True], ax) is ax
+    shown = [label.get_text() for label in ax.get_yticklabels()]
+    assert shown == ["rotation", "x scale", "shear", "hue"]
+    bars = [bar for bar in ax.patches if bar.get_width()]
+    assert [bar.get_width() for bar in bars] == [0.3, 0.01, -0.2]
+    red, green, blue, _ = zip(*(bar.get_facecolor() for bar in bars), strict=True)
+    are_grey = [len(set(one)) == 1 for one in zip(red, green, blue, strict=True)]
+    assert are_grey == [False, True, False]
+    assert green[0] > red[0]
+    assert red[2] > green[2]
+    low, high = ax.get_ylim()
+    assert low > high  # the first one is on top

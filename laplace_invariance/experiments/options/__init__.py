@@ -17,6 +17,7 @@ from laplace_invariance.experiments.options.ranges import (
     LearnConfig,
     ProfileConfig,
     RangesConfig,
+    SuggestConfig,
 )
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "PairsConfig",
     "ProfileConfig",
     "RangesConfig",
+    "SuggestConfig",
     "VariationalConfig",
 ]

@@ -12,7 +12,7 @@ from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.checks import check_not_negative, check_positive
 from laplace_invariance.experiments.options.images import ImagesConfig
 
-__all__ = ["CompareConfig", "LearnConfig", "ProfileConfig", "RangesConfig"]
+__all__ = ["CompareConfig", "LearnConfig", "ProfileConfig", "RangesConfig", "SuggestConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +150,43 @@ class ProfileConfig(LearnConfig):
         return LearnConfig(
             **{entry.name: getattr(self, entry.name) for entry in fields(LearnConfig)}
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuggestConfig(ImagesConfig):
+    """Configuration of one run of ``suggest``: images, the network, and what is tried.
+
+    Attributes:
+        transform: How the images are transformed.
+        net: Network.
+        weights: File with the weights of the network, as a run without this option writes them to
+            network.pt; by default the network is trained.
+        n_epochs: Number of epochs of training, unless weights are read.
+        ranges: Ranges to try, by name of the generator, rotations in radians; by default all, at
+            two widths each.
+        n_samples: Number of sampled transformations per image.
+        n_steps: Number of steps on the weights before evidences are compared.
+        n_repeats: Number of repeats with other batches and draws.
+        seed: Seed of the subset, the transformations, the weights and the batches.
+    """
+
+    transform: choices.Transform = "original"
+    net: choices.NetworkName = "mlp"
+    weights: str | None = None
+    n_epochs: int = 30
+    ranges: Mapping[str, float] = field(default_factory=dict)
+    n_samples: int = 8
+    n_steps: int = 200
+    n_repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_epochs", "n_samples", "n_steps", "n_repeats")
+        if self.n_steps % 2:
+            raise ValueError(
+                "n_steps must be even, as evidences are compared after half of them, too, got "
+                f"{self.n_steps}"
+            )
+        if self.n_repeats < 2:
+            raise ValueError("n_repeats must be at least 2: one repeat has no standard error")

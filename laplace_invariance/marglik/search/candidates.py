@@ -77,7 +77,7 @@ class Space:
             if name not in self._owner_of:
                 known = ", ".join(self._owner_of)
                 raise ValueError(f"there is no range {name!r} to search; choose from {known}")
-            if not 0 <= width <= self._largest(name):
+            if not 0 <= width <= self._largest(name) * (1 + 1e-9):  # but for round-off
                 raise ValueError(
                     f"{name} must be between 0 and {self._largest(name):.4g}, its limit, got "
                     f"{width}"
@@ -96,16 +96,29 @@ class Space:
             }
             module.open_(own)
 
-    def first(self) -> list[Candidate]:
-        """Return what is tried first: nothing, units alone and in pairs, all moderately open."""
+    def alone(self) -> list[Candidate]:
+        """Return nothing, and every unit at every width."""
         found = [self.candidate({})]
         for unit, widths in self._units.items():
             found += [self.candidate(dict.fromkeys(unit, width)) for width in widths]
+        return _different(found)
+
+    def first(self) -> list[Candidate]:
+        """Return what is tried first: nothing, units alone and in pairs, all moderately open."""
+        found = self.alone()
         # what helps together need not help alone
         for one, other in itertools.combinations(self._units, 2):
             found.append(self.candidate(self._midway(other) | self._midway(one)))
         everything = {name: widths[0] for unit, widths in self._units.items() for name in unit}
         return _different([*found, self.candidate(everything)])
+
+    def resized(self, candidate: Candidate) -> list[Candidate]:
+        """Return a candidate with all its ranges wider, up to their limits, and narrower."""
+        found = []
+        for factor in (WIDER, NARROWER):
+            changed = {n: min(self._largest(n), factor * w) for n, w in candidate.widths}
+            found.append(self.candidate(changed))
+        return _different(found)
 
     def _midway(self, unit: tuple[str, ...]) -> dict[str, float]:
         """Return the ranges of a unit at the geometric mean of its widths."""
@@ -154,7 +167,7 @@ class Space:
 
     def _largest(self, name: str) -> float:
         owner, own = self._owner_of[name]
-        return owner.largest(own) * (1 + 1e-9) if math.isfinite(owner.largest(own)) else math.inf
+        return owner.largest(own)
 
 
 def _different(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -24,7 +24,7 @@ from laplace_invariance.marglik.settings import Settings
 
 __all__ = ["Pilots"]
 
-SEED = 0  # of the examples that evidences are estimated from
+SEED = 0  # of estimates, unless told otherwise
 
 
 class Pilots:
@@ -40,6 +40,7 @@ class Pilots:
         n_steps: Number of steps on the weights in a unit of training.
         n_samples: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that the evidence is estimated from, at most.
+        seed: Seed of these examples, and of the draws in estimates.
     """
 
     def __init__(
@@ -50,13 +51,15 @@ class Pilots:
         n_steps: int,
         n_samples: int,
         n_examples: int,
+        seed: int = SEED,
     ) -> None:
         self._model = model
         self._space = Space(model)
         self._random_states = random_states
         self._n_steps = n_steps
         self._n_samples = n_samples
-        self._loader = _some_of(settings, n_examples)
+        self._seed = seed
+        self._loader = _some_of(settings, n_examples, seed)
         self._batches = settings.data.train_loader
         self._hyperparameters = learnt_hyperparameters(model)
         with constant(self._hyperparameters):
@@ -106,7 +109,7 @@ class Pilots:
         """Take the priors to their optimum, and return the evidence per example."""
         before = self._random_states.state_dict()
         with averaging_over(self._model, lambda n_samples: n_samples * self._n_samples):
-            found = self._trainer.estimator.assess(self._loader)
+            found = self._trainer.estimator.assess(self._loader, self._seed)
         self._random_states.load_state_dict(before)
         return found / self._trainer.settings.data.n_data
 
@@ -142,12 +145,12 @@ def _endless(loader: DataLoader) -> Iterator[Any]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def _some_of(settings: Settings, n_examples: int) -> Iterable[Any]:
-    """Return batches of so many examples at random, always the same, or of all."""
+def _some_of(settings: Settings, n_examples: int, seed: int) -> Iterable[Any]:
+    """Return batches of so many examples at random, the same for a seed, or of all."""
     loader = settings.data.ordered_loader
     if settings.data.n_data <= n_examples or not isinstance(loader, DataLoader):
         return loader
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(settings.data.n_data, generator=generator)[:n_examples]
     return DataLoader(
         Subset(loader.dataset, chosen.tolist()),
