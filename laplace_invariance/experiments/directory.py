@@ -84,7 +84,8 @@ class RunDirectory:
         """
         self.lock()
         if self.config is not None:
-            self.save("experiment.json", {"format": self.config.format} | asdict(self.config))
+            head = {"experiment": type(self.config).__name__, "format": self.config.format}
+            self.save("experiment.json", head | asdict(self.config))
 
     def finished(self) -> Any | None:
         """Return what ``summary.json`` has; None if there is none."""
@@ -148,10 +149,13 @@ class RunDirectory:
                 "another directory"
             )
         saved = read_json(path)
+        kind = type(self.config).__name__
+        version = saved.pop("format", 1)
+        if saved.pop("experiment", kind) != kind:
+            raise ValueError(f"{path} is of another kind of experiment; nothing was changed")
+        if version != self.config.format:
+            raise _other_format(path, version, self.config.format)
         try:
-            version = saved.pop("format", 1)
-            if version != self.config.format:
-                raise _other_format(path, version, self.config.format)
             found = _identity(type(self.config)(**saved))
         except TypeError as error:  # fields that this kind of configuration does not have
             raise ValueError(

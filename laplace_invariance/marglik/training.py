@@ -272,10 +272,10 @@ def marglik_training(
     )
     for message in settings.without_effect():
         warnings.warn(message, stacklevel=2)
+    trainer = Trainer(model, settings)
     chosen_search = settings.hyperparameters.search
     if chosen_search is not None:
         Space(model)  # fails before anything is written if there is nothing to search
-    trainer = Trainer(model, settings)
     trainer.estimator.rehearse()
     loaders = (train_loader, settings.data.evidence_loader, valid_loader)
     random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])

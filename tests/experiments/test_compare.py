@@ -24,6 +24,7 @@ def result_of(magnitudes=(), truth=(), accuracy=0.5, error=0.0, n_samples=8, **o
         accuracy=accuracy,
         evidence=-1.0,
         evidence_error=error,
+        newton_decrement=0.0,
         n_samples=n_samples,
         ranges={},
         magnitudes=dict(magnitudes),

@@ -120,7 +120,7 @@ def test_none_is_judged_below_chance():
         )
     assert not result.search.is_clear
     # up to a quarter of the 36 steps of training, and the finalists twice as long
-    assert {trial.n_steps for trial in result.search.trials} == {16}
+    assert {trial.n_steps for trial in result.search.trials} == {8, 16}
 
 
 # What it finds, and leaves behind.

@@ -12,11 +12,12 @@ from builders import invariant_network, labelled_points, plain_network, shuffled
 from laplace.curvature import CurvlinopsGGN
 from laplace.utils.enums import HessianStructure, Likelihood, PriorStructure
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance import datasets
 from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.marglik import training
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 
@@ -259,7 +260,8 @@ def test_what_cannot_work_fails_before_training(tmp_path, model, arguments, erro
     ],
     ids=["no estimate", "weight decay"],
 )
-def test_warns_the_caller_of_what_has_no_effect(arguments, match):
+def test_warns_the_caller_of_what_has_no_effect(monkeypatch, arguments, match):
+    monkeypatch.setattr(training, "FAR_FROM_A_MODE", math.inf)
     with pytest.warns(UserWarning, match=match) as caught:
         li.marglik_training(plain_network(), shuffled(labelled_points()), **arguments)
     assert [warning.filename for warning in caught] == [__file__]
@@ -277,8 +279,55 @@ def test_without_an_estimate_the_end_is_the_best():
     assert repr(result) == f"Result(epochs=3, best_epoch=3, evidence={evidence}, skipped={skipped})"
 
 
-def test_prints_and_warns_of_nothing(capfd):
+def test_prints_and_warns_of_nothing(monkeypatch, capfd):
+    monkeypatch.setattr(training, "FAR_FROM_A_MODE", math.inf)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         li.marglik_training(invariant_network(), shuffled(labelled_points()), **FEW)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_the_newton_decrement_is_that_of_the_posterior(structure, likelihood, subset):
+    torch.manual_seed(0)
+    classes = 3 if likelihood == "classification" else 0
+    data = labelled_points(classes=classes)
+    result = li.marglik_training(
+        plain_network(max(classes, 1)),
+        DataLoader(data, 10),
+        likelihood,
+        hessian_structure=structure,
+        subset_of_weights=subset,
+        temperature=0.7,
+        **FEW,
+    )
+    la, model = result.la, result.model
+    weights = list(model.parameters())
+    if subset == "last_layer":
+        weights = list(model[-1].parameters())
+    x, y = data.tensors
+    log_posterior = -la._H_factor * la.backend.factor * la.backend.lossfunc(model(x), y)
+    theta = torch.nn.utils.parameters_to_vector(weights)
+    log_posterior = log_posterior - 0.5 * (la.prior_precision_diag * theta.square()).sum()
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(log_posterior, weights)])
+    precision = la.posterior_precision
+    if structure == "kron":
+        precision = precision.to_matrix()
+    elif structure == "diag":
+        precision = precision.diag()
+    expected = 0.5 * gradient @ torch.linalg.solve(precision, gradient)
+    assert result.newton_decrement == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_weights_far_from_a_mode_are_warned_of():
+    loader = DataLoader(labelled_points(), 10)
+    with pytest.warns(UserWarning, match="not at a mode: a Newton step would raise"):
+        short = li.marglik_training(plain_network(), loader, n_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        long = li.marglik_training(
+            plain_network(), loader, n_epochs=150, optimizer_kwargs={"lr": 2e-2}
+        )
+    assert long.newton_decrement < 0.1 * short.newton_decrement
