@@ -39,8 +39,9 @@ SIZE = (12.0, 5 * TILE + MARGIN + TITLE)
 
 
 def run(directory: Path) -> None:
-    """Learn on fully rotated digits as ``make demo`` does, and leave the files in a directory."""
-    options = ["--data", "digits", "--transform", "fully-rotated", "--out", str(directory)]
+    """Learn on fully rotated digits, from ranges of zero, and leave the files in a directory."""
+    options = ["--data", "digits", "--transform", "fully-rotated", "--start", "closed"]
+    options += ["--out", str(directory)]
     subprocess.run([sys.executable, "-m", "laplace_invariance", "learn", *options], check=True)
 
 

@@ -22,7 +22,7 @@ STRUCTURES = ("scalar", "layerwise", "diag", "path")
 
 # The search for the best priors on one decomposition.
 MOST_ITERATIONS = 100
-SMALL_CHANGE = 1e-3  # of all logarithms, after which it ends
+SMALL_GAIN = 1e-7  # share of the evidence by which an iteration raises it, after which it ends
 LEAST_FREE = 1e-3  # share of targets that weights leave free for the noise
 MOST_CHANGE = 3.0  # of a logarithm in an iteration
 LEAST_DETERMINED = 1e-3  # of the weights that share a precision, for it to change
@@ -314,11 +314,11 @@ class Priors:
                 self._set_learnt(start)
                 return [*found, math.nan]
             found.append(value.item())
+            if len(found) > 1 and found[-1] - found[-2] < SMALL_GAIN * abs(found[-1]):
+                break
             changes = self._changes(gradients, squares, n_targets)
             for tensor, change in zip(self.learnt, changes, strict=True):
                 tensor.data.add_(change).clamp_(-MOST_LOGARITHM, MOST_LOGARITHM)
-            if max(change.abs().max().item() for change in changes) < SMALL_CHANGE:
-                break
         return found
 
     @torch.no_grad()

@@ -438,7 +438,7 @@ def test_priors_go_to_where_the_evidence_has_no_slope(structure, likelihood, pri
     found = la.log_marginal_likelihood(priors.precision, priors.noise)
     assert found.item() == pytest.approx(evidence)
     slopes = torch.cat(torch.autograd.grad(found, priors.learnt))
-    assert slopes.abs().max() < 2e-2
+    assert slopes.abs().max() < 3e-2  # below 1e-3 nats from the maximum
     for change in (-0.1, 0.1):  # a maximum along every coordinate
         for tensor, value in zip(priors.learnt, before, strict=True):
             for i in range(len(value)):
