@@ -115,7 +115,8 @@ def train(run: Run) -> dict[str, Any]:
         x_test = datasets.transformed(split.x_test, ranges, generator)
         net = LEARN_NETWORKS[run.net](split.in_shape, split.n_classes)
         learnt = augmentation(run)
-        model = base.image_model(net, x_train, learnt, 8)
+        n_samples = 1 if run.variant == "none" else 8  # all would be the same
+        model = base.image_model(net, x_train, learnt, n_samples)
         loader = DataLoader(TensorDataset(x_train, split.y_train), base.BATCH, shuffle=True)
         is_augerino = run.variant == "augerino"
         n_epochs = 40 if run.net == "cnn" else 100
@@ -143,6 +144,7 @@ def train(run: Run) -> dict[str, Any]:
         "evidence_32": compared / n_data,
         "ranges": learnt.magnitudes(),
         "prior_precisions": result.prior_precisions,
+        "newton_decrement": result.newton_decrement / n_data,
         "seconds": seconds,
         "train": sum(record["seconds"]["train"] for record in result.history),
         "torch": torch.__version__,

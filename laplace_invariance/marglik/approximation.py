@@ -266,25 +266,39 @@ class Approximation:
         # to the last digit, as a resumed run does when it finds them in its checkpoint
         return [kfac.symmetrised(cotangent.clone()) for cotangent in found]
 
-    def newton_decrement(self, loader: Iterable[Any]) -> float:
+    def newton_decrement(self, loader: Iterable[Any], seed: int) -> float:
         """Return by how much a Newton step on the weights would raise the log posterior.
 
         It is zero at a mode, where a Laplace approximation belongs: half of ``g^T P^-1 g``, with
-        the gradient ``g`` of the log posterior and the posterior precision ``P`` of ``la``.
+        the gradient ``g`` of the log posterior and the posterior precision ``P`` of ``la``. Draws
+        make gradients noisy, and the square of that noise would count as well. So the two gradients
+        of the product have draws of their own: its mean is that of the mean gradient, and an
+        estimate below zero is zero.
 
         Args:
             loader: Batches of all data.
+            seed: Seed of the draws; those of the other gradient have the next one.
         """
+        one = self._posterior_gradient(loader, seed)
+        other = self._posterior_gradient(loader, seed + 1)
+        return max(0.0, self.decrement_of(one, other))
+
+    def decrement_of(self, one: Tensor, other: Tensor) -> float:
+        """Return half of ``g^T P^-1 h`` for two gradients of minus the log posterior."""
+        return 0.5 * one.dot(self._solved(other)).item()
+
+    def _posterior_gradient(self, loader: Iterable[Any], seed: int) -> Tensor:
+        """Return the gradient of minus the log posterior."""
         la, weights = self.la, self._weights()
         gradient = torch.zeros_like(la.mean)
-        for data in loader:
-            x, y = self.batch(data)
-            with self._ready(x), torch.enable_grad():
-                loss = la.backend.factor * la.backend.lossfunc(la.model(x), y)
-                found = torch.autograd.grad(loss, weights)
-            gradient += parameters_to_vector([tensor.contiguous() for tensor in found])
-        gradient = la._H_factor * gradient + la.prior_precision_diag * la.mean
-        return 0.5 * gradient.dot(self._solved(gradient)).item()
+        with replayable(seed):
+            for data in loader:
+                x, y = self.batch(data)
+                with self._ready(x), torch.enable_grad():
+                    loss = la.backend.factor * la.backend.lossfunc(la.model(x), y)
+                    found = torch.autograd.grad(loss, weights)
+                gradient += parameters_to_vector([tensor.contiguous() for tensor in found])
+        return la._H_factor * gradient + la.prior_precision_diag * la.mean
 
     @torch.no_grad()
     def _solved(self, vector: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Trainer:
         self._weights = [p for p in model.parameters() if p.requires_grad]
         if not self._weights:
             raise ValueError("the model has no parameter that requires grad")
-        self.hyperparameters = Hyperparameters(model, settings.hyperparameters.first_rate)
+        self.hyperparameters = Hyperparameters(model, settings.hyperparameters.highest_rate)
         is_regression = settings.evidence.is_regression
         temperature = settings.evidence.temperature
         last_layer = None
@@ -86,6 +86,7 @@ class Trainer:
         if self._scheduler is not None:
             self._parts["scheduler"] = self._scheduler
         self._seconds = {"train": 0.0, "estimate": 0.0}
+        self._follows = False  # whether the estimator sees the gradients of this epoch
         self.epoch = 0
         self.losses: list[float] = []
         self.history: list[Record] = []
@@ -128,10 +129,13 @@ class Trainer:
         """Train the weights once, estimate the evidence and validate if due; return the record."""
         self.epoch += 1
         self._check_what_is_learnt()
-        rate = self.settings.hyperparameters.rate(self.epoch, self.n_epochs)
+        n_learning = self.settings.evidence.estimator.n_epochs_learning(self.n_epochs)
+        rate = self.settings.hyperparameters.rate(min(self.epoch, n_learning), n_learning)
         self.hyperparameters.set_rate(rate)
         due = self.settings.schedule.due(self.epoch)
         self._seconds = {"train": 0.0, "estimate": 0.0}
+        self._follows = due and self._objective.estimates
+        self.estimator.begin_epoch()
         with self._timed("train"):
             self.losses.append(self.train_on(self.settings.data.train_loader))
         self._seconds["train"] -= self._seconds["estimate"]
@@ -183,6 +187,8 @@ class Trainer:
             if torch.isfinite(loss):
                 loss.backward()
             if self._step(loss.detach()):
+                if self._follows:
+                    self.estimator.follow()
                 total += loss.item() * len(y)
                 count += len(y)
             else:
@@ -258,7 +264,7 @@ class Trainer:
         return {
             "epoch": self.epoch,
             "loss": finite(self.losses[-1]),
-            **dict.fromkeys(("evidence", *TERMS)),
+            **dict.fromkeys(("evidence", *TERMS, "newton_decrement")),
             **self.hyperparameters.describe(),
             **estimate,
             "prior_precision": _summary(self.priors.precision.detach()),

@@ -373,13 +373,22 @@ class Priors:
         Args:
             n_data: Number of training examples.
         """
-        scale: float | Tensor = self._temperature
-        if self.noise is not None:  # the squared error is the log likelihood but for this factor
-            scale = scale / (2 * self.noise.detach().square())
         weighted = _weighted_squares(self._parameters.values(), self.precision.detach())
         if self._fixed:
             weighted = weighted + _weighted_squares(self._fixed.values(), self._fixed_precision)
-        return (0.5 * weighted / n_data / scale).squeeze()
+        return (0.5 * weighted / n_data / self.loss_scale).squeeze()
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """Factor from the loss of a datum in training to its negative log likelihood."""
+        if self.noise is None:
+            return self._temperature
+        return self._temperature / (2 * self.noise.detach().square())
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The tensors whose prior precisions are learnt, in the order of the model."""
+        return list(self._parameters.values())
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of the logarithms."""

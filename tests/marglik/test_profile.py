@@ -118,7 +118,7 @@ def test_with_steps_it_is_the_evidence_of_a_pilot(model, loader):
     pilots._start = pilots._state()
     for value, evidence in zip(found.values, found.evidences, strict=True):
         candidate = pilots.space.candidate({"rotation": value})
-        assert evidence == pytest.approx(pilots.evidences(candidate, 1)[1], abs=1e-5)
+        assert evidence == pytest.approx(pilots.evidence((candidate,)), abs=1e-5)
 
 
 def test_all_values_are_trained_alike(model):

@@ -101,10 +101,10 @@ def test_evidences_are_those_of_pilots(radius):
         own.generator.manual_seed(repeat)
         states = RandomStates(averaged, [own])
         pilots = Pilots(averaged, settings, states, 2, 1, 1000, seed=repeat)
-        nothing = pilots.evidences(pilots.space.candidate({}), 2)
-        rotated = pilots.evidences(pilots.space.candidate({"rotation": 1.0}), 2)
-        assert gain == rotated[2] - nothing[2]
-        evidences.append(nothing[2])
+        nothing = pilots.evidence((pilots.space.candidate({}),) * 2)
+        rotated = pilots.evidence((pilots.space.candidate({"rotation": 1.0}),) * 2)
+        assert gain == rotated - nothing
+        evidences.append(nothing)
     assert found.evidence == pytest.approx(sum(evidences) / 2, abs=1e-12)
     assert one.gains[0] != one.gains[1]
 
@@ -239,15 +239,15 @@ def test_an_interrupted_call_resumes_bit_for_bit(radius, tmp_path, monkeypatch):
     net, loader = radius
     asked = {"ranges": {"rotation": 3.0}, "margin": 0.001, **QUICK}
     whole = li.suggest(net, loader, ROTATION, **asked)
-    path, evidences, n_pilots = tmp_path / "new" / "trials.json", Pilots.evidences, []
+    path, evidence, n_pilots = tmp_path / "new" / "trials.json", Pilots.evidence, []
 
-    def counted(self, candidate, length):
-        n_pilots.append(candidate)
-        if len(n_pilots) == 3:
+    def counted(self, pilot):
+        n_pilots.append(pilot)
+        if len(n_pilots) == 5:  # two evidences each
             raise KeyboardInterrupt
-        return evidences(self, candidate, length)
+        return evidence(self, pilot)
 
-    monkeypatch.setattr(Pilots, "evidences", counted)
+    monkeypatch.setattr(Pilots, "evidence", counted)
     with pytest.raises(KeyboardInterrupt):
         li.suggest(net, loader, ROTATION, checkpoint=path, **asked)
     assert len(json.loads(path.read_text())["trials"]) == 2
@@ -255,7 +255,7 @@ def test_an_interrupted_call_resumes_bit_for_bit(radius, tmp_path, monkeypatch):
         li.suggest(net, loader, ROTATION, checkpoint=path, **asked)
     assert li.suggest(net, loader, ROTATION, checkpoint=path, resume=True, **asked) == whole
     n_before = len(n_pilots)
-    assert n_before - 3 == len(whole.rows) * 2 + 2 - 2  # all repeats, and nothing twice
+    assert n_before - 5 == 2 * (len(whole.rows) * 2 + 2 - 2)  # all repeats, and nothing twice
     assert li.suggest(net, loader, ROTATION, checkpoint=path, resume=True, **asked) == whole
     assert len(n_pilots) == n_before
 
@@ -330,6 +330,6 @@ def test_what_is_of_the_wrong_kind_is_refused(changes, match):
 
 def test_an_evidence_that_is_not_finite_is_refused(radius, monkeypatch):
     net, loader = radius
-    monkeypatch.setattr(Pilots, "evidences", lambda *_: {1: -math.inf, 2: -math.inf})
+    monkeypatch.setattr(Pilots, "evidence", lambda *_: -math.inf)
     with pytest.raises(FloatingPointError, match="choose a smaller step size"):
         li.suggest(net, loader, ROTATION, **QUICK)

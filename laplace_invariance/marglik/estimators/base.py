@@ -97,6 +97,10 @@ class Estimator:
         """Return the estimator at work in one run."""
         raise NotImplementedError
 
+    def n_epochs_learning(self, n_epochs: int) -> int:
+        """Return after how many of all epochs hyperparameters stay as they are."""
+        return n_epochs
+
 
 class RunningEstimator:
     """An estimator at work: estimates the evidence, and steps what is learnt by it.
@@ -131,6 +135,9 @@ class RunningEstimator:
         self._steps_hyperparameters = by_evidence and bool(self._hyperparameters.tensors)
         self.approximation = self._approximate(self._options, tolerance=tolerance)
         self.margliks: list[float] = []
+        # sums of the gradients of every other step in this epoch, and the number of steps
+        self._gradients: list[Tensor] = []
+        self._n_gradients = 0
 
     def _approximate(self, options: dict[str, Any], **kwargs: Any) -> Approximation:
         return Approximation(self._model, self._settings, self._priors, options, **kwargs)
@@ -145,6 +152,24 @@ class RunningEstimator:
             y: Its targets.
             epoch: Present epoch.
         """
+
+    def begin_epoch(self) -> None:
+        """Forget the gradients of the last epoch."""
+        self._gradients, self._n_gradients = [], 0
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """See the gradients with which the weights were stepped."""
+        gradients = [
+            torch.zeros_like(weight) if weight.grad is None else weight.grad
+            for weight in self._priors.weights
+        ]
+        gradient = torch.cat([tensor.flatten() for tensor in gradients])
+        if self._n_gradients < 2:
+            self._gradients.append(gradient)
+        else:
+            self._gradients[self._n_gradients % 2] += gradient
+        self._n_gradients += 1
 
     def estimate(self, epoch: int) -> Record:
         """Estimate the evidence, and step priors, noise and hyperparameters by it.
@@ -258,8 +283,8 @@ class RunningEstimator:
     def _newton_decrement(self, approximation: Approximation) -> float:
         """Return how far the weights are from a mode of the posterior that they are taken for."""
         frozen = constant(learnt_hyperparameters(approximation.la.model))
-        with frozen, replayable(SEED), constant_curvature(approximation.la):
-            return approximation.newton_decrement(self._settings.data.ordered_loader)
+        with frozen, constant_curvature(approximation.la):
+            return approximation.newton_decrement(self._settings.data.ordered_loader, SEED)
 
     def _steps_at_the_end(self) -> bool:
         """Return whether priors take their steps once more, with the exact curvature at the end."""
@@ -325,7 +350,21 @@ class RunningEstimator:
         la = self.approximation.la
         record: Record = {"evidence": finite(evidence.item())}
         record |= {name: finite(getattr(la, name).item()) for name in TERMS}
+        record["newton_decrement"] = self._training_decrement()
         return record | self._hyperparameters.describe()
+
+    def _training_decrement(self) -> float | None:
+        """Return by how much a Newton step would raise what the weights are trained for.
+
+        By the gradients of this epoch's steps. Those of minibatches are noisy, but not in common:
+        the product of two sums, each of every other step, has the mean of that of mean gradients.
+        """
+        if self._n_gradients < 2:
+            return None
+        counts = ((self._n_gradients + 1) // 2, self._n_gradients // 2)
+        scale = self.approximation.n_data * self._priors.loss_scale
+        means = [scale * total / n for total, n in zip(self._gradients, counts, strict=True)]
+        return finite(self.approximation.decrement_of(*means))
 
     def _step_hyperparameters(self, gradients: Sequence[Tensor], evidence: Tensor) -> None:
         """Step hyperparameters along gradients of the evidence."""
@@ -333,7 +372,9 @@ class RunningEstimator:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = -gradient
         if self._guard.allows("hyperparameters", tensors, evidence.detach()):
-            self._hyperparameters.step()
+            # a search has closed what is closed, and noise must not open it again
+            only_clear = self._settings.hyperparameters.search is not None
+            self._hyperparameters.step(only_clear)
         self._hyperparameters.zero_grad()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,8 +14,9 @@ from laplace_invariance.marglik.hyperparameters import outermost_augmentations
 __all__ = ["Candidate", "Space"]
 
 NARROWER, WIDER = 2 / 3, 3 / 2
+NEAR = 0.05  # relative difference of widths that are not told apart
 LEAST = 1e-3  # of a width that counts as open
-MOST_OPENED = 2  # further units that are opened beside those of a candidate
+MOST_OPENED = 3  # units that are tried beside those of a candidate
 
 
 class Candidate(NamedTuple):
@@ -32,6 +31,13 @@ class Candidate(NamedTuple):
     def __str__(self) -> str:
         opened = [f"{name} {width:.2f}" for name, width in self.widths]
         return ", ".join(opened) or "nothing"
+
+    def is_near(self, other: Candidate) -> bool:
+        """Return whether the same ranges are open, and nearly as far."""
+        mine, theirs = dict(self.widths), dict(other.widths)
+        if mine.keys() != theirs.keys():
+            return False
+        return all(math.isclose(mine[name], theirs[name], rel_tol=NEAR) for name in mine)
 
 
 class Space:
@@ -104,13 +110,9 @@ class Space:
         return _different(found)
 
     def first(self) -> list[Candidate]:
-        """Return what is tried first: nothing, units alone and in pairs, all moderately open."""
-        found = self.alone()
-        # what helps together need not help alone
-        for one, other in itertools.combinations(self._units, 2):
-            found.append(self.candidate(self._midway(other) | self._midway(one)))
+        """Return what is tried first: nothing, units alone, and all moderately open."""
         everything = {name: widths[0] for unit, widths in self._units.items() for name in unit}
-        return _different([*found, self.candidate(everything)])
+        return _different([*self.alone(), self.candidate(everything)])
 
     def resized(self, candidate: Candidate) -> list[Candidate]:
         """Return a candidate with all its ranges wider, up to their limits, and narrower."""
@@ -120,23 +122,30 @@ class Space:
             found.append(self.candidate(changed))
         return _different(found)
 
-    def _midway(self, unit: tuple[str, ...]) -> dict[str, float]:
-        """Return the ranges of a unit at the geometric mean of its widths."""
-        width = math.exp(statistics.mean(map(math.log, self._units[unit])))
-        return dict.fromkeys(unit, width)
-
-    def neighbours(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
-        """Return candidates near one: every open unit narrower, wider, in part or not at all.
+    def grown(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
+        """Return candidates with one more unit open, as what helps together need not help alone.
 
         Args:
             candidate: The candidate.
-            others: Further candidates, best first; units that these have open are opened as well.
+            others: Further candidates, best first; a unit is opened as far as in the first of these
+                that has it open, and units of the best come first.
         """
-        return _different(
-            itertools.chain(self._resized(candidate), self._opened(candidate, others))
-        )
+        widths = dict(candidate.widths)
+        added: dict[tuple[str, ...], Candidate] = {}
+        for other in others:
+            theirs = dict(other.widths)
+            for unit in self._units:
+                is_new = all(name not in widths for name in unit)
+                if is_new and unit not in added and all(name in theirs for name in unit):
+                    opened = {name: theirs[name] for name in unit}
+                    added[unit] = self.candidate(widths | opened)
+        return list(added.values())[:MOST_OPENED]
 
-    def _resized(self, candidate: Candidate) -> Iterator[Candidate]:
+    def neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """Return candidates near one: every open unit narrower, wider, in part or not at all."""
+        return _different(self._near(candidate))
+
+    def _near(self, candidate: Candidate) -> Iterator[Candidate]:
         widths = dict(candidate.widths)
         for unit in self._units:
             opened = [name for name in unit if name in widths]
@@ -152,28 +161,11 @@ class Space:
                 for name in opened:
                     yield self.candidate(rest | {name: widths[name]})
 
-    def _opened(self, candidate: Candidate, others: Sequence[Candidate]) -> Iterator[Candidate]:
-        widths = dict(candidate.widths)
-        added: list[tuple[str, ...]] = []
-        for other in others:
-            theirs = dict(other.widths)
-            for unit in self._units:
-                is_new = all(name not in widths for name in unit)
-                if is_new and unit not in added and all(name in theirs for name in unit):
-                    added.append(unit)
-                    if len(added) > MOST_OPENED:
-                        return
-                    yield self.candidate(widths | {name: theirs[name] for name in unit})
-
     def _largest(self, name: str) -> float:
         owner, own = self._owner_of[name]
         return owner.largest(own)
 
 
 def _different(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates without those that nearly repeat another one, in their order."""
-    found: dict[tuple[tuple[str, float], ...], Candidate] = {}
-    for candidate in candidates:
-        key = tuple((name, round(width, 2)) for name, width in candidate.widths)
-        found.setdefault(key, candidate)
-    return list(found.values())
+    """Return candidates without those that repeat another one, in their order."""
+    return list(dict.fromkeys(candidates))

@@ -22,13 +22,22 @@ from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.settings import Settings
 
-__all__ = ["Pilots"]
+__all__ = ["Pilot", "Pilots", "n_units"]
 
 SEED = 0  # of estimates, unless told otherwise
 
+# What a pilot was trained with, stage by stage. The first stage has one unit of training, and each
+# further one as many as all before it: 1, 1, 2, 4, ... units.
+Pilot = tuple[Candidate, ...]
+
+
+def n_units(pilot: Pilot) -> int:
+    """Return the units of training that a pilot has had in all."""
+    return 2 ** (len(pilot) - 1)
+
 
 class Pilots:
-    """Trains a model for a while with the ranges of each candidate, and estimates its evidence.
+    """Trains a model for a while with the ranges of candidates, and estimates its evidence.
 
     Everything but the ranges is common: initial weights, priors, batches, draws. So differences in
     evidence are those of the ranges, and a pilot that is trained again comes out the same.
@@ -65,8 +74,7 @@ class Pilots:
         with constant(self._hyperparameters):
             self._trainer = Trainer(model, _without_learning(settings))
         self._start = self._state()
-        # units of training so far, and the state of everything then
-        self._states: dict[Candidate, tuple[int, dict[str, Any]]] = {}
+        self._states: dict[Pilot, dict[str, Any]] = {}
 
     @property
     def most_units(self) -> int:
@@ -79,29 +87,34 @@ class Pilots:
         """The ranges to search."""
         return self._space
 
-    def evidences(self, candidate: Candidate, length: int) -> dict[int, float]:
-        """Return evidences per example of a candidate, by units of training, up to so many.
+    def evidence(self, pilot: Pilot) -> float:
+        """Return the evidence per example of a pilot at the end of its last stage.
 
-        The number of units is a power of two. Training doubles from one to the next, its step size
-        falls to zero each time, and the priors go to their optimum then. The model and all random
-        states are afterwards as they were before.
+        In each stage the step size falls to zero, so that the weights come to rest, and then the
+        priors go to their optimum. Earlier stages are trained again if their state is not known.
+        The model and all random states are afterwards as they were before.
         """
-        known, state = self._states.get(candidate, (0, self._start))
-        found = {}
-        self._put(state)
-        self._space.put(candidate)
         with constant(self._hyperparameters):
-            while known < length:
-                more = max(1, known)
-                self._train(more * self._n_steps)
-                known += more
-                found[known] = self._assess()
-            self._states[candidate] = (known, self._state())
+            found = self._run(pilot)
         self._put(self._start)
         return found
 
+    def _run(self, pilot: Pilot) -> float:
+        """Train the last stage of a pilot, and keep the state of everything then."""
+        *before, candidate = pilot
+        earlier = tuple(before)
+        if earlier and earlier not in self._states:
+            self._run(earlier)
+        self._put(self._states[earlier] if earlier else self._start)
+        self._space.put(candidate)
+        n_before = n_units(earlier) if earlier else 0
+        self._train((n_units(pilot) - n_before) * self._n_steps)
+        found = self._assess()
+        self._states[pilot] = self._state()
+        return found
+
     def _train(self, n_steps: int) -> None:
-        """Step the weights, with a step size that falls to zero, so that they come to rest."""
+        """Step the weights, with a step size that falls to zero."""
         self._trainer.restart_rate(n_steps)
         self._trainer.train_on(itertools.islice(_endless(self._batches), n_steps))
 
@@ -113,10 +126,10 @@ class Pilots:
         self._random_states.load_state_dict(before)
         return found / self._trainer.settings.data.n_data
 
-    def forget(self, keep: Iterable[Candidate]) -> None:
-        """Drop the weights of all pilots but some."""
-        kept = set(keep)
-        self._states = {key: state for key, state in self._states.items() if key in kept}
+    def forget(self, keep: Iterable[Pilot]) -> None:
+        """Drop the weights of all pilots but some, and of the stages before their last one."""
+        kept = {pilot for one in keep for pilot in (one, one[:-1])}
+        self._states = {pilot: state for pilot, state in self._states.items() if pilot in kept}
 
     def chance(self) -> float:
         """Return the evidence per example of guessing by the frequencies of classes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.search.candidates import Candidate
-from laplace_invariance.marglik.search.pilots import Pilots
+from laplace_invariance.marglik.search.pilots import Pilot, Pilots, n_units
 from laplace_invariance.marglik.settings import Settings, check_numbers
 from laplace_invariance.tables import table
 
@@ -21,6 +22,8 @@ __all__ = ["Search", "SearchResult", "Trial"]
 logger = logging.getLogger(__name__)
 
 CLEARLY = 0.1  # share of the entropy of the classes that the best must have removed
+N_GROWN = 2  # candidates beside which one more unit is opened
+N_FINALISTS = 2
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,15 @@ class Search:
     """Try ranges in short trainings, and start from those with the highest evidence.
 
     The gradient of the evidence leads to the next optimum, and there are several. A search compares
-    evidences at finite ranges instead: nothing, ranges alone and in pairs, all together; then
-    neighbours of the best, until none is better. All pilots share initial weights, batches and
+    evidences at finite ranges instead, in stages that are each as long as all before: nothing,
+    ranges alone and all together; then the best of them, with one more open; then neighbours of the
+    best, until none is better; then the last two. All pilots share initial weights, batches and
     draws, and the priors are at their optimum for each. Where none is much better than guessing,
     all are trained for longer before any is dropped.
 
     Attributes:
         n_steps: Number of steps on the weights before the first estimate of a candidate.
-        keep: Number of candidates that stay after each comparison.
+        keep: Number of candidates that stay after the first comparison.
         n_rounds: Number of times that neighbours of the best are tried, at most.
         oversampling: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that an evidence is estimated from, at most.
@@ -106,10 +110,10 @@ class Search:
     """
 
     n_steps: int = 40
-    keep: int = 3
-    n_rounds: int = 3
+    keep: int = 4
+    n_rounds: int = 2
     oversampling: int = 2
-    n_examples: int = 1000
+    n_examples: int = 500
     margin: float = 0.003
 
     def __post_init__(self) -> None:
@@ -157,93 +161,107 @@ class _Searching:
     ) -> None:
         self._options = options
         self._pilots = pilots
+        self._space = pilots.space
         self._trials = trials
         self._save = save
         self._bar = bar
-        # evidence by candidate and by units of training
-        self._known = {(_candidate(trial), trial["length"]): trial["evidence"] for trial in trials}
-        self._last: dict[Candidate, int] = {}  # units of training of each candidate
+        self._known = {_pilot(trial): trial["evidence"] for trial in trials}
+        self._asked: list[Pilot] = []
 
     def run(self) -> SearchResult:
-        first = self._pilots.space.first()
-        length = self._compare_first(first)
-        first = self._best_first(first, length)
-        length = max(2, length)  # longer, unless hard data have had that already
-        pool = self._continue(first, length)
-        pool = self._improve(pool, length, first)
-        pool = self._continue(pool, 2 * length)
-        self._pilots.space.put(pool[0])
-        return self._result(pool[0])
+        pool = self._screen()
+        pool = self._grow(pool)
+        pool = self._improve(pool)
+        finalists = [_longer(pilot) for pilot in pool[:N_FINALISTS]]
+        best, *_ = self._compared(finalists)
+        self._space.put(best[-1])
+        return self._result(best)
 
-    def _continue(self, pool: Sequence[Candidate], length: int) -> list[Candidate]:
-        """Train the best candidates for longer, and return them, best first."""
-        kept = list(pool[: self._options.keep])
-        self._pilots.forget(kept)
-        for candidate in kept:
-            self._try(candidate, length)
-        return self._best_first(kept, length)
+    def _screen(self) -> list[Pilot]:
+        """Train all until one is clearly better than guessing; return them, best first."""
+        enough = (1 - CLEARLY) * self._pilots.chance()
+        pool: list[Pilot] = [(candidate,) for candidate in self._space.first()]
+        while True:
+            pool = self._compared(pool)
+            units = n_units(pool[0])
+            if self._known[pool[0]] > enough or 2 * units > self._pilots.most_units:
+                return pool
+            logger.info("no candidate is much better than guessing after %d units", units)
+            pool = [_longer(pilot) for pilot in pool]
 
-    def _improve(
-        self, pool: list[Candidate], length: int, first: Sequence[Candidate]
-    ) -> list[Candidate]:
-        """Try neighbours of the best candidate until none is better; return all, best first."""
+    def _grow(self, pool: Sequence[Pilot]) -> list[Pilot]:
+        """Train the best for longer, and the two best of them with one more unit open."""
+        others = [pilot[-1] for pilot in pool]
+        longer = [_longer(pilot) for pilot in pool[: self._options.keep]]
+        for pilot in pool[:N_GROWN]:
+            grown = self._space.grown(pilot[-1], others)
+            longer += [(*pilot, candidate) for candidate in grown]
+        return self._compared(self._new(longer))
+
+    def _improve(self, pool: list[Pilot]) -> list[Pilot]:
+        """Try neighbours of the best until none is better; return all, best first."""
         for _ in range(self._options.n_rounds):
             best = pool[0]
-            near = self._pilots.space.neighbours(best, first)
-            near = [candidate for candidate in near if candidate not in pool]
-            for candidate in near:
-                self._try(candidate, length)
-            pool = self._best_first([*pool, *near], length)
-            self._pilots.forget(pool[: self._options.keep])
+            near = [(*best[:-1], candidate) for candidate in self._space.neighbours(best[-1])]
+            pool = self._compared([*pool, *self._new(near, pool)])
             if pool[0] == best:
                 break
         return pool
 
-    def _compare_first(self, pool: Sequence[Candidate]) -> int:
-        """Train all until one is clearly better than guessing; return how long, in units."""
-        enough = (1 - CLEARLY) * self._pilots.chance()
-        length = 1
-        while True:
-            found = [self._try(candidate, length) for candidate in pool]
-            if max(found) > enough or 2 * length > self._pilots.most_units:
-                return length
-            logger.info("no candidate is much better than guessing after %d units", length)
-            length *= 2
+    def _new(self, pilots: Sequence[Pilot], known: Sequence[Pilot] = ()) -> list[Pilot]:
+        """Return pilots, without those whose ranges nearly repeat another one's."""
+        found = [pilot[-1] for pilot in known]
+        new = []
+        for pilot in pilots:
+            if not any(pilot[-1].is_near(candidate) for candidate in found):
+                found.append(pilot[-1])
+                new.append(pilot)
+        return new
 
-    def _try(self, candidate: Candidate, length: int) -> float:
-        """Return the evidence of a candidate after so many units of training."""
-        if (candidate, length) not in self._known:
-            found = self._pilots.evidences(candidate, length)
-            for units, evidence in found.items():
-                self._known[candidate, units] = evidence
-                ranges = dict(candidate.widths)
-                self._trials.append({"ranges": ranges, "length": units, "evidence": evidence})
+    def _compared(self, pilots: Sequence[Pilot]) -> list[Pilot]:
+        """Return pilots of equal length by evidence; within the margin, with fewer open ranges."""
+        evidences = {pilot: self._try(pilot) for pilot in pilots}
+
+        def score(pilot: Pilot) -> float:
+            return evidences[pilot] - self._options.margin * len(pilot[-1].widths)
+
+        order = sorted(pilots, key=score, reverse=True)
+        self._pilots.forget(order[: self._options.keep])
+        return order
+
+    def _try(self, pilot: Pilot) -> float:
+        """Return the evidence of a pilot."""
+        if pilot not in self._known:
+            evidence = self._known[pilot] = self._pilots.evidence(pilot)
+            stages = [dict(candidate.widths) for candidate in pilot]
+            self._trials.append({"stages": stages, "evidence": evidence})
             self._save()
-        self._last[candidate] = max(length, self._last.get(candidate, 0))
-        evidence = self._known[candidate, length]
-        self._bar.update()
-        self._bar.set_postfix_str(f"{candidate}: {evidence:.3f}")
-        return evidence
+        if pilot not in self._asked:
+            self._asked.append(pilot)
+            self._bar.update()
+            self._bar.set_postfix_str(f"{pilot[-1]}: {self._known[pilot]:.3f}")
+        return self._known[pilot]
 
-    def _best_first(self, candidates: Sequence[Candidate], length: int) -> list[Candidate]:
-        """Sort by evidence; what opens fewer ranges is preferred within the margin."""
-
-        def score(candidate: Candidate) -> float:
-            penalty = self._options.margin * len(candidate.widths)
-            return self._known[candidate, length] - penalty
-
-        return sorted(candidates, key=score, reverse=True)
-
-    def _result(self, best: Candidate) -> SearchResult:
+    def _result(self, best: Pilot) -> SearchResult:
+        last = {pilot[-1]: pilot for pilot in sorted(self._asked, key=len)}
+        highest: dict[int, float] = {}
+        for pilot in self._asked:
+            highest[len(pilot)] = max(self._known[pilot], highest.get(len(pilot), -math.inf))
+        highest[len(best)] = self._known[best]
         trials = {}
-        for candidate, length in self._last.items():
-            evidence = self._known[candidate, length]
-            loss = self._known[best, length] - evidence
-            n_steps = length * self._options.n_steps
+        for candidate, pilot in last.items():
+            evidence = self._known[pilot]
+            n_steps = n_units(pilot) * self._options.n_steps
+            loss = highest[len(pilot)] - evidence
             trials[candidate] = Trial(dict(candidate.widths), n_steps, evidence, loss)
         order = sorted(trials.values(), key=lambda trial: (-trial.n_steps, trial.loss))
-        return SearchResult(trials[best], order, self._pilots.chance())
+        return SearchResult(trials[best[-1]], order, self._pilots.chance())
 
 
-def _candidate(trial: Mapping[str, Any]) -> Candidate:
-    return Candidate(tuple(trial["ranges"].items()))
+def _longer(pilot: Pilot) -> Pilot:
+    """Return a pilot that goes on with the same ranges."""
+    return (*pilot, pilot[-1])
+
+
+def _pilot(trial: Mapping[str, Any]) -> Pilot:
+    return tuple(Candidate(tuple(stage.items())) for stage in trial["stages"])

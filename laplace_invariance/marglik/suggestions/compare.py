@@ -219,15 +219,15 @@ class _Suggesting:
     def _try(self, pilots: Pilots, candidate: Candidate, repeat: int) -> None:
         if (candidate, repeat) in self._known:
             return
-        found = pilots.evidences(candidate, 2)
+        half, whole = pilots.evidence((candidate,)), pilots.evidence((candidate, candidate))
         pilots.forget([])
-        if not candidate.widths and not math.isfinite(found[2]):
+        if not candidate.widths and not math.isfinite(whole):
             raise FloatingPointError(
                 "the evidence of the network alone is not finite after "
                 f"{self._comparison.n_steps} steps; choose a smaller step size by "
                 "optimizer_kwargs={'lr': ...}"
             )
-        self._known.add(candidate, repeat, found[1], found[2])
+        self._known.add(candidate, repeat, half, whole)
 
     def _gain(self, candidate: Candidate, repeat: int) -> tuple[float, float]:
         """Return the gains after half of the steps and after all."""
