@@ -83,7 +83,7 @@ class Hyperparameters:
             return torch.zeros_like(tensor, dtype=torch.bool)
         beta, beta_square = self._optimizer.param_groups[0]["betas"]
         n = state["step"].item()
-        total, total_square = 1 - beta**n, 1 - beta**(2 * n)
+        total, total_square = 1 - beta**n, 1 - beta ** (2 * n)
         shrinkage = (1 - beta) * math.sqrt(total_square / (1 - beta**2)) / total
         mean = state["exp_avg"] / total
         deviation = (state["exp_avg_sq"] / (1 - beta_square**n)).sqrt()
