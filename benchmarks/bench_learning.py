@@ -102,7 +102,7 @@ def train(run: Run, **changes: Any) -> dict[str, Any]:
     source = run.data if run.data == "digits" else str(DATA / f"{run.data}.npz")
     config = LearnConfig(data=source, n_train=run.n_train, transform=run.transform, seed=run.seed)
     clock = {"start": time.thread_time(), "far": None}
-    augmentation = AffineImage(draws="sobol")
+    augmentation = AffineImage()
 
     def watch(record: dict[str, Any], model: Any) -> None:
         if clock["far"] is None and augmentation.magnitudes()["rotation"] > FAR:

@@ -89,7 +89,7 @@ def augmentation(run: Run):
 
     starts = {"search": 0.0, "zero": 0.0, "open": 0.3, "augerino": 0.1, "none": 0.0}
     init = TRANSFORMS[run.transform] if run.variant == "truth" else starts[run.variant]
-    made = AffineImage(init=init, draws="sobol")
+    made = AffineImage(init=init)
     return made if run.variant in LEARNT else made.frozen()
 
 

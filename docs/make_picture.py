@@ -69,7 +69,7 @@ def draw_samples(image: Tensor, history: list[dict[str, Any]], ax: Axes) -> None
 
     All rows have the same draws, in the order of their angles.
     """
-    draws = AffineImage(draws="sobol").sample(1, N_SAMPLES, torch.Generator().manual_seed(0))
+    draws = AffineImage().sample(1, N_SAMPLES, torch.Generator().manual_seed(0))
     draws = draws[:, draws[0, :, AffineImage().names.index("rotation")].argsort()]
     rows, labels = [], []
     for epoch in EPOCHS:

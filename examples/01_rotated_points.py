@@ -16,7 +16,7 @@ torch.manual_seed(0)
 train = rotated_shapes(200)
 test = rotated_shapes(2000)
 net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
-augmentation = li.AffinePoints(init={"rotation": 0.1}, learn="rotation")
+augmentation = li.AffinePoints(init={"rotation": 0.1}, learn="rotation", draws="independent")
 model = li.InvariantModel(net, augmentation, n_samples=16)
 
 result = li.marglik_training(

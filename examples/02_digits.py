@@ -18,12 +18,13 @@ split = load("digits")
 x_train = transformed(split.x_train, "fully_rotated")
 x_test = transformed(split.x_test, "fully_rotated")
 net = nn.Sequential(Standardise.of(x_train), *mlp(split.in_shape, split.n_classes))
-augmentation = li.AffineImage(draws="sobol")  # learns translations, rotation, scales and shear
+augmentation = li.AffineImage()  # learns translations, rotation, scales and shear
 model = li.InvariantModel(net, augmentation, n_samples=8)
 
 result = li.marglik_training(
     model,
     DataLoader(TensorDataset(x_train, split.y_train), batch_size=100, shuffle=True),
+    search=True,
     n_epochs=100,
     n_epochs_burnin=4,
     marglik_frequency=2,

@@ -17,7 +17,7 @@ from laplace_invariance.datasets import rotated_shapes
 torch.manual_seed(0)
 loader = DataLoader(rotated_shapes(200), batch_size=200)
 net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
-augmentation = li.AffinePoints(init={"rotation": 0.1}, learn="rotation")
+augmentation = li.AffinePoints(init={"rotation": 0.1}, learn="rotation", draws="independent")
 model = li.InvariantModel(net, augmentation, n_samples=16)
 
 with li.learning(model, lr=0.1) as learner:

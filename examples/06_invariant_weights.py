@@ -20,7 +20,7 @@ split = load("digits")
 x_train = transformed(split.x_train, "fully_rotated")
 x_test = transformed(split.x_test, "fully_rotated")
 
-augmentation = li.AffineImage(init={"rotation": math.radians(5)}, learn="rotation", draws="sobol")
+augmentation = li.AffineImage(init={"rotation": math.radians(5)}, learn="rotation")
 model = ShallowNetwork(augmentation, split.in_shape, split.n_classes, length_scale=1.5)
 banks = {"at the start": model.filter_bank(4)}
 history = fit(

@@ -233,9 +233,9 @@ class BoxAugmentation(Augmentation):
         constraint: None (``eta`` itself), ``"softplus"`` (positive) or ``"tanh"`` (magnitude below
             ``limits``, or below 1 where they are infinite).
         correlated: Whether to learn a lower-triangular mixing of the generators, too.
-        draws: ``"independent"``; ``"sobol"``, evenly spread draws, by another set for every input,
-            which makes the mean over samples less noisy (a scrambled Sobol set for powers of two, a
-            Latin hypercube for other numbers of samples); or ``"grid"``, the same evenly spaced
+        draws: ``"sobol"``, evenly spread draws, by another set for every input, which makes the
+            mean over samples less noisy (a scrambled Sobol set for powers of two, a Latin hypercube
+            for other numbers of samples); ``"independent"``; or ``"grid"``, the same evenly spaced
             draws for every input, for at most two generators whose coefficient is not always zero.
             A grid is symmetric and hence has no gradient at ``init=0``.
 
@@ -258,7 +258,7 @@ class BoxAugmentation(Augmentation):
         learn: Names = "all",
         constraint: str | None = None,
         correlated: bool = False,
-        draws: str = "independent",
+        draws: str = "sobol",
     ) -> None:
         super().__init__()
         if constraint not in CONSTRAINTS:

@@ -103,7 +103,7 @@ def demo(
         True and learnt range, accuracies and evidences.
     """
     start = time.perf_counter()
-    augmentation = AffinePoints(init={"rotation": 0.1}, learn="rotation")
+    augmentation = AffinePoints(init={"rotation": 0.1}, learn="rotation", draws="independent")
     with RunDirectory(out) as directory, seeded(config.seed):
         directory.lock()
         train = rotated_shapes(config.n_train, MAX_ANGLE)

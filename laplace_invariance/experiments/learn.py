@@ -232,11 +232,11 @@ def _prepare(config: LearnConfig) -> tuple[datasets.Split, nn.Module, AffineImag
 
 def _augmentation(config: LearnConfig) -> AffineImage | None:
     if config.method == "evidence":
-        return AffineImage(draws="sobol", correlated=config.correlated)
+        return AffineImage(correlated=config.correlated)
     if config.method == "augerino":
-        return AffineImage(init=0.1, draws="sobol", correlated=config.correlated)
+        return AffineImage(init=0.1, correlated=config.correlated)
     if config.method == "fixed":
-        return AffineImage(init=dict(config.fixed), draws="sobol").frozen()
+        return AffineImage(init=dict(config.fixed)).frozen()
     return None
 
 

@@ -258,7 +258,7 @@ def _group(config: MeasureConfig) -> Augmentation:
     """Return an augmentation with all of the group."""
     if config.group == "quarter-turns":
         return FiniteGroup("quarter_turns", init=1.0).frozen()
-    return AffineImage(init={"rotation": math.pi}, draws="sobol").frozen()
+    return AffineImage(init={"rotation": math.pi}).frozen()
 
 
 def _augmentation(config: MeasureConfig, method: MeasureMethod) -> Augmentation | None:
@@ -269,7 +269,7 @@ def _augmentation(config: MeasureConfig, method: MeasureMethod) -> Augmentation 
         return None
     if config.group == "quarter-turns":
         return FiniteGroup("quarter_turns", init=0.1)
-    return AffineImage(init={"rotation": 0.1}, learn="rotation", draws="sobol")
+    return AffineImage(init={"rotation": 0.1}, learn="rotation")
 
 
 def _learnt(method: MeasureMethod, augmentation: Augmentation | None) -> dict[str, str]:

@@ -102,7 +102,7 @@ def suggest(
             found = Suggestions.from_dict(summary["suggestions"])
             return SuggestResult(config, summary["accuracy"], found)
         split = load_transformed(config, config.transform, config.seed)
-        augmentation = AffineImage(draws="sobol")
+        augmentation = AffineImage()
         candidates_of(augmentation, config.ranges or None)  # refuse before anything is trained
         check_targets([split.y_train])
         net = _network(config, split)

@@ -87,7 +87,7 @@ def test_sobol_composition_covers_more_evenly_than_parts_that_draw_alone():
     def discrepancy(sample):
         return (sample[..., :6] * sample[..., 6:]).mean(1).square().mean()
 
-    parts = [AffineImage(draws="sobol"), AffineImage(draws="sobol")]
+    parts = [AffineImage(), AffineImage()]
     alone = torch.cat([part.sample(500, 16) for part in parts], dim=-1)
     assert discrepancy(Compose(parts).sample(500, 16)) < discrepancy(alone) / 2
 
@@ -204,7 +204,7 @@ def test_gradient_of_the_evidence_equals_central_differences(make, draws):
 
 
 def wrong_draws():
-    parts = (AffineImage(init=0.2, draws="sobol"), Colour(init=0.3, draws="sobol"))
+    parts = (AffineImage(init=0.2), Colour(init=0.3))
     return Compose(parts).transform(torch.rand(IMAGES), torch.zeros(2, 4, 8))
 
 
@@ -212,7 +212,7 @@ REJECTED = {
     "nothing": (lambda: Compose(), "at least one"),
     "empty list": (lambda: Compose([]), "at least one"),
     "different draws": (
-        lambda: Compose(Colour(), AffineImage(draws="sobol")),
+        lambda: Compose(Colour(), AffineImage()),
         r"\['independent', 'sobol'\]",
     ),
     "grid": (lambda: Compose(AffineImage(learn="rotation", draws="grid")), r"\['grid'\]"),

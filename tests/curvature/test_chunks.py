@@ -24,15 +24,15 @@ def averaged(augmentation):
 
 MODELS = {
     "independent": lambda: averaged(li.AffineImage(init=INIT)),
-    "sobol": lambda: averaged(li.AffineImage(init=INIT, draws="sobol")),
+    "sobol": lambda: averaged(li.AffineImage(init=INIT)),
     "compose": lambda: averaged(
         li.Compose(
-            li.AffineImage(init=INIT, draws="sobol"),
-            li.AffineImage(init={"rotation": 0.4}, learn="rotation", draws="sobol"),
+            li.AffineImage(init=INIT),
+            li.AffineImage(init={"rotation": 0.4}, learn="rotation"),
         )
     ),
     "nested": lambda: li.InvariantModel(
-        averaged(li.AffineImage(init=INIT)), li.AffineImage(INIT, draws="sobol"), 2
+        averaged(li.AffineImage(init=INIT)), li.AffineImage(INIT), 2
     ),
     "group": lambda: averaged(li.FiniteGroup("flips", init=0.3)),
 }

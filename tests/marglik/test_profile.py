@@ -156,7 +156,7 @@ def rings(n=240):
 
 def test_rotated_data_prefer_a_wide_range():
     data = rings()
-    augmentation = li.AffinePoints(learn="rotation", draws="sobol")
+    augmentation = li.AffinePoints(learn="rotation")
     net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3))
     model = li.InvariantModel(net, augmentation, n_samples=8)
     loader = DataLoader(data, batch_size=120, shuffle=True)

@@ -197,6 +197,67 @@ def test_the_last_layer_learns_a_range():
     assert result.evidence == pytest.approx(la.log_marginal_likelihood().item())
 
 
+def test_weights_settle_at_the_end():
+    model, loader = invariant_network(), shuffled(labelled_points(), 10)
+    few = FEW | {"n_epochs": 8}
+    result = li.marglik_training(model, loader, estimator=Running(every=1, settle=0.25), **few)
+    estimated = [record["evidence"] is not None for record in result.history]
+    assert estimated == [True] * 6 + [False] * 2
+    ranges = [record["hyperparameters"]["augmentation.eta"] for record in result.history]
+    assert ranges[4] != ranges[5] == ranges[6] == ranges[7]
+    precisions = [record["prior_precision"] for record in result.history]
+    assert precisions[5] == precisions[6] == precisions[7] != result.prior_precision.tolist()
+    assert result.losses[6] != result.losses[7]
+
+
+def test_the_step_size_of_ranges_ends_before_weights_settle(monkeypatch):
+    rates = []
+    original = Trainer._record
+
+    def spy(self, *args):
+        rates.append(self.hyperparameters._optimizer.param_groups[0]["lr"])
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "_record", spy)
+    estimator = Running(settle=0.5)
+    li.marglik_training(
+        invariant_network(), shuffled(labelled_points()), estimator=estimator, lr_aug=0.2, **FEW
+    )
+    settings = training_settings(shuffled(labelled_points()), lr_aug=0.2).hyperparameters
+    assert rates == [settings.rate(1, 2), *[settings.rate(2, 2)] * 3]
+
+
+@pytest.mark.parametrize("settle", [-0.1, 1.0, float("nan")])
+def test_a_share_of_epochs_is_a_share(settle):
+    with pytest.raises(ValueError, match="settle must be at least 0 and below 1"):
+        Running(settle=settle)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("estimator", ["refit", "running"])
+def test_the_history_has_the_newton_decrement(estimator, likelihood):
+    """By the gradients of two minibatches, with weights and priors that do not move."""
+    classes = 3 if likelihood == "classification" else 0
+    data = labelled_points(classes=classes)
+    model, loader = plain_network(max(classes, 1)), DataLoader(data, 15)
+    chosen = Running(every=1, settle=0.0) if estimator == "running" else Refit()
+    still = {"n_epochs": 1, "n_hypersteps": 0, "optimizer_kwargs": {"lr": 0.0}}
+    exact = {"backend_kwargs": {"stochastic": False}, "prior_prec_init": 0.7}
+    exact["sigma_noise_init"] = 1.3
+    result = li.marglik_training(model, loader, likelihood, estimator=chosen, **still, **exact)
+    la = result.la
+    gradients = []
+    for x, y in loader:
+        loss = la._H_factor * la.backend.factor * la.backend.lossfunc(model(x), y)
+        found = torch.autograd.grad(2 * loss, list(model.parameters()))
+        gradient = torch.cat([tensor.flatten() for tensor in found])
+        gradients.append(gradient + la.prior_precision_diag * la.mean)
+    one, other = gradients
+    expected = 0.5 * one @ torch.linalg.solve(la.posterior_precision.to_matrix(), other)
+    (record,) = result.history
+    assert record["newton_decrement"] == pytest.approx(expected.item(), rel=1e-6)
+
+
 # The end of a run.
 
 

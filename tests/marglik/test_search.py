@@ -137,7 +137,7 @@ def test_a_search_finds_the_range_that_a_start_cannot_leave():
     x = datasets.transformed(split.x_train, {"rotation": math.radians(70)})
     loader = DataLoader(TensorDataset(x, split.y_train), batch_size=100, shuffle=True)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, 10))
-    augmentation = li.AffineImage(draws="sobol")
+    augmentation = li.AffineImage()
     model = li.InvariantModel(net, augmentation, 4)
     result = li.marglik_training(
         model, loader, search=True, n_epochs=1, optimizer_kwargs={"lr": 5e-3}

@@ -19,7 +19,7 @@ from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.suggestions import compare
 
 QUICK = {"n_samples": 4, "n_steps": 4, "n_repeats": 2}
-ROTATION = li.AffinePoints(learn="rotation", draws="sobol")
+ROTATION = li.AffinePoints(learn="rotation")
 
 
 def points(kind, n=120):
@@ -91,7 +91,7 @@ def test_the_best_is_tried_wider_and_narrower(found):
 def test_evidences_are_those_of_pilots(radius):
     net, loader = radius
     found = li.suggest(net, loader, ROTATION, ranges={"rotation": 1.0}, margin=9.0, **QUICK)
-    averaged = li.InvariantModel(net, li.AffinePoints(learn="rotation", draws="sobol"), 4)
+    averaged = li.InvariantModel(net, li.AffinePoints(learn="rotation"), 4)
     own = DataLoader(loader.dataset, 30, shuffle=True, generator=torch.Generator())
     settings = settings_of_evidence(own, "classification", optimizer_kwargs={"lr": 2e-3})
     (one,) = found.rows
@@ -217,7 +217,7 @@ def test_results_survive_json():
 
 def test_network_augmentation_and_random_states_stay_as_they_are(radius):
     net, loader = radius
-    augmentation = li.AffinePoints(init=0.3, draws="sobol")
+    augmentation = li.AffinePoints(init=0.3)
     weights = {name: value.clone() for name, value in net.state_dict().items()}
     net.train()
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002

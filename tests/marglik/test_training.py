@@ -162,7 +162,7 @@ def test_regression_learns_noise_priors_and_range():
     torch.manual_seed(0)
     data = datasets.rotation_regression(100, noise=0.3, generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 1))
-    augmentation = li.AffinePoints(learn="rotation", draws="sobol")
+    augmentation = li.AffinePoints(learn="rotation")
     model = li.InvariantModel(net, augmentation, 8)
     result = li.marglik_training(
         model,
@@ -187,7 +187,7 @@ def test_learns_how_far_signals_are_shifted():
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     max_shift = 0.5
-    augmentation = li.Sequence(draws="sobol", padding="circular")
+    augmentation = li.Sequence(padding="circular")
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 5))
     li.marglik_training(
         li.InvariantModel(net, augmentation, 8),
@@ -209,7 +209,7 @@ def test_learns_a_range_of_hues_and_nothing_else():
     split = datasets.load("digits", n_train=600)
     orange = torch.tensor([0.9, 0.45, 0.3]).view(3, 1, 1)
     x = datasets.hue_rotated(split.x_train * orange, math.pi)
-    augmentation = li.Compose(li.AffineImage(draws="sobol"), li.Colour(draws="sobol"))
+    augmentation = li.Compose(li.AffineImage(), li.Colour())
     net = nn.Sequential(li.layers.Standardise.of(x), *li.layers.mlp(x.shape[1:], 10, width=50))
     li.marglik_training(
         li.InvariantModel(net, augmentation, 8),

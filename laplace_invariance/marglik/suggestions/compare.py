@@ -88,7 +88,7 @@ def suggest(
     Args:
         model: Network with outputs ``[batch, outputs]`` that was trained on the data.
         loader: Loader of the training data; pilots shuffle them, in batches of its size.
-        augmentation: Augmentation whose ranges are tried; None is ``AffineImage(draws="sobol")``,
+        augmentation: Augmentation whose ranges are tried; None is ``AffineImage()``,
             for images.
         likelihood: Either ``"classification"`` or ``"regression"``.
         n_samples: Number of samples that outputs are averaged over.

@@ -121,7 +121,7 @@ def chosen_augmentation(augmentation: Augmentation | None, inputs: Any) -> Augme
             "without augmentation= inputs must be images [n, channels, height, width], got "
             f"{kind}; give an augmentation, such as AffinePoints() for points in the plane"
         )
-    return AffineImage(draws="sobol")
+    return AffineImage()
 
 
 def shuffled(loader: DataLoader) -> DataLoader:
