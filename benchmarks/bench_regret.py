@@ -40,8 +40,10 @@ TRANSFORMS: dict[str, dict[str, float]] = {
 }
 # How ranges are learnt: by default, from one start, by Augerino, or not at all
 VARIANTS = ("search", "zero", "open", "augerino", "truth", "none")
-LEARNT = ("search", "zero", "open", "augerino")
 NEEDED = ("search", "truth", "none", "zero")  # before a cell is in the tables
+# The recipe of the first release, to compare costs: fits of all data, three leading directions
+RELEASE = {"stochastic": False, "output_rank": 3}
+COST = ("mnist", 2000, "mlp", "fully rotated")
 SAMPLES = 32  # at which evidences are compared
 MOST_REGRET = 0.02
 
@@ -79,6 +81,7 @@ def runs(seeds: list[int]) -> list[Run]:
         for transform in ("fully rotated", "±90")
     ]
     needed = [Run(*cell, variant) for cell, variant in itertools.product(cells, NEEDED)]
+    needed += [Run(*COST, seed, "release") for seed in seeds]
     others = [variant for variant in VARIANTS if variant not in NEEDED]
     return needed + [Run(*cell, variant) for cell, variant in itertools.product(cells, others)]
 
@@ -87,10 +90,9 @@ def augmentation(run: Run):
     """Return the augmentation of a run at its start."""
     from laplace_invariance.augmentations import AffineImage
 
-    starts = {"search": 0.0, "zero": 0.0, "open": 0.3, "augerino": 0.1, "none": 0.0}
-    init = TRANSFORMS[run.transform] if run.variant == "truth" else starts[run.variant]
-    made = AffineImage(init=init)
-    return made if run.variant in LEARNT else made.frozen()
+    starts = {"open": 0.3, "augerino": 0.1, "truth": TRANSFORMS[run.transform]}
+    made = AffineImage(init=starts.get(run.variant, 0.0))
+    return made.frozen() if run.variant in ("truth", "none") else made
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -118,18 +120,20 @@ def train(run: Run) -> dict[str, Any]:
         n_samples = 1 if run.variant == "none" else 8  # all would be the same
         model = base.image_model(net, x_train, learnt, n_samples)
         loader = DataLoader(TensorDataset(x_train, split.y_train), base.BATCH, shuffle=True)
-        is_augerino = run.variant == "augerino"
+        is_augerino, is_release = run.variant == "augerino", run.variant == "release"
         n_epochs = 40 if run.net == "cnn" else 100
         started = time.thread_time()
         result = li.marglik_training(
             model,
             loader,
-            estimator="running",
+            estimator="refit" if is_release else "running",
             search=run.variant == "search",
             objective=Augerino(0.1) if is_augerino else Evidence(),
             lr_aug=0.03 if is_augerino else None,
             marglik_loader=DataLoader(loader.dataset, base.MARGLIK_BATCH),
-            **base.cosine_recipe(n_epochs, len(loader)),
+            **base.cosine_recipe(
+                n_epochs, len(loader), backend_kwargs=RELEASE if is_release else None
+            ),
         )
         seconds = time.thread_time() - started
         ordered = DataLoader(loader.dataset, base.MARGLIK_BATCH)
@@ -165,7 +169,7 @@ def cells() -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
 
 def regret(runs: dict[str, dict[str, Any]], variant: str) -> float:
     """Return by how much the evidence of a variant is below the best of its cell."""
-    best = max(run["evidence_32"] for run in runs.values())
+    best = max(runs[name]["evidence_32"] for name in VARIANTS if name in runs)
     return best - runs[variant]["evidence_32"]
 
 
@@ -215,6 +219,23 @@ def details() -> str:
     return bench.table(header, rows)
 
 
+def cost() -> str:
+    """Return a table of the time that a run with a search takes, beside one of the first release.
+
+    The two of a seed are to be run at the same time, as others on the machine disturb both.
+    """
+    rows = []
+    for (*cell, seed), runs in cells().items():
+        if tuple(cell) == COST and "release" in runs:
+            searched, released = runs["search"], runs["release"]
+            seconds = [f"{run['seconds']:.0f}" for run in (searched, released)]
+            ratio = searched["seconds"] / released["seconds"]
+            gain = searched["evidence_32"] - released["evidence_32"]
+            rows.append([str(seed), *seconds, f"{ratio:.2f}", f"{gain:+.3f}"])
+    header = ["seed", "search, CPU s", "first release, CPU s", "ratio", "gain in evidence"]
+    return bench.table(header, rows)
+
+
 def learnt(found: list[dict[str, dict[str, Any]]]) -> str:
     """Return the ranges above 0.05 that search learnt, as least and largest over seeds."""
     words = []
@@ -238,6 +259,8 @@ def main() -> None:
     if not cells():
         sys.exit(f"there is no cell with all of {', '.join(NEEDED)} yet")
     text = f"{summary()}\n\nMean regret in nats per image / accuracy in %, per cell:\n\n{details()}"
+    data, n_train, net, transform = COST
+    text += f"\n\nThe cost of a run, {data}, {n_train} images, {net}, {transform}:\n\n{cost()}"
     print(text)
     if arguments.write:
         bench.write("regret", text)
