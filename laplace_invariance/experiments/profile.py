@@ -19,8 +19,8 @@ from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn, learnt_model
 from laplace_invariance.experiments.options import ProfileConfig
-from laplace_invariance.marglik.profile import Profile, profile_of
-from laplace_invariance.marglik.profile import profile as evidence_profile
+from laplace_invariance.marglik.profiles import Profile, profile_of
+from laplace_invariance.marglik.profiles import profile as evidence_profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

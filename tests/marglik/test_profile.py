@@ -16,7 +16,9 @@ from laplace_invariance.marglik import Profile
 from laplace_invariance.marglik import profile as package_function
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.evidence import settings_of_evidence
-from laplace_invariance.marglik.profile import _around, profile_of
+from laplace_invariance.marglik.profiles import profile_of
+from laplace_invariance.marglik.profiles.ranges import around
+from laplace_invariance.marglik.profiles.retuning import Retuning
 from laplace_invariance.marglik.search.pilots import Pilots
 
 LEARNT = 0.2  # of the network
@@ -189,8 +191,7 @@ def test_rotated_data_prefer_a_wide_range():
 def test_resumed_profile_is_the_same_to_the_last_digit(model, loader, tmp_path, monkeypatch):
     whole = li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=3)
     path = tmp_path / "deep" / "profile.json"
-    retuning = li.marglik.profile.__globals__["_Retuning"]
-    evidence, calls = retuning.evidence, []
+    evidence, calls = Retuning.evidence, []
 
     def interrupted(self, value, repeat):
         if len(calls) == 2:
@@ -199,7 +200,7 @@ def test_resumed_profile_is_the_same_to_the_last_digit(model, loader, tmp_path, 
         return evidence(self, value, repeat)
 
     with monkeypatch.context() as patch:
-        patch.setattr(retuning, "evidence", interrupted)
+        patch.setattr(Retuning, "evidence", interrupted)
         with pytest.raises(KeyboardInterrupt):
             li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=3, checkpoint=path)
     assert len(json.loads(path.read_text())["found"]) == 2
@@ -207,7 +208,7 @@ def test_resumed_profile_is_the_same_to_the_last_digit(model, loader, tmp_path, 
     kept = {"n_steps": 3, "checkpoint": path, "resume": True}
     again = li.profile(model, loader, "rotation", [0.0, 1.0], **kept)
     assert again == whole
-    monkeypatch.setattr(retuning, "evidence", None)  # nothing is computed again
+    monkeypatch.setattr(Retuning, "evidence", None)  # nothing is computed again
     assert li.profile(model, loader, "rotation", [0.0, 1.0], **kept) == whole
     assert li.profile(model, loader, "rotation", [1.0], n_repeats=1, **kept).repeats == (
         whole.repeats[0][1:],
@@ -289,7 +290,7 @@ def test_one_class_is_refused(model):
 @pytest.mark.parametrize("learnt", [0.0, 0.01, 0.3, 1.0, 2.5, 3.1, math.pi])
 @pytest.mark.parametrize("limit", [math.pi, math.inf])
 def test_default_values_are_around_the_learnt_one(learnt, limit):
-    values = _around(learnt, limit)
+    values = around(learnt, limit)
     assert learnt in values
     assert list(values) == sorted(set(values))
     assert values[0] <= 0.01 * values[-1]

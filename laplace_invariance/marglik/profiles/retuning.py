@@ -1,0 +1,140 @@
+"""A copy of a model that trains for a while with one range fixed."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from laplace_invariance.invariant import averaging_over
+from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
+from laplace_invariance.marglik.checkpoints import RandomStates
+from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.profiles.ranges import Range
+from laplace_invariance.marglik.settings import Settings, check_numbers
+
+__all__ = ["Amounts", "Retuning"]
+
+OVERSAMPLING = 2  # samples in estimates, as a multiple of the model's, as in training
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Numbers of steps, samples and repetitions, as of :func:`profile`."""
+
+    n_steps: int
+    n_samples: int | None
+    n_repeats: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "n_steps", least=0, whole=True)
+        check_numbers(self, "n_samples", "n_repeats", whole=True)
+
+
+class Retuning:
+    """A copy of a model that trains for a while with one range fixed, always from the same start.
+
+    Args:
+        model: Trained model, which is copied.
+        settings: Settings of the evidence and of the optimiser.
+        name: Name of the range.
+        amounts: Numbers of steps and samples.
+
+    Attributes:
+        range: The range, of the copy.
+        amounts: The same.
+        signature: What must agree between two runs that share evidences.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, name: str, amounts: Amounts) -> None:
+        self._model = deepcopy(model)
+        self.range = Range(self._model, name)
+        self.amounts = amounts
+        self._settings = settings
+        self._hyperparameters = learnt_hyperparameters(self._model)
+        self._random_states = RandomStates(self._model, (settings.data.train_loader,))
+        self._before = self._random_states.state_dict()
+        with constant(self._hyperparameters):
+            self._trainer = Trainer(self._model, settings)
+            self._trainer.estimator.rehearse()
+        self._check_targets()
+        self.signature = {
+            **self._trainer.signature(),
+            "name of the range": name,
+            "number of steps": amounts.n_steps,
+            "number of samples": amounts.n_samples,
+            "checksum of the model": _checksum(self._model),
+        }
+
+    def _check_targets(self) -> None:
+        """Raise if all targets are the same."""
+        first = None
+        for data in self._settings.data.ordered_loader:
+            _, y = self._trainer.estimator.approximation.batch(data)
+            first = y[:1] if first is None else first
+            if (y != first).any():
+                return
+        raise ValueError(
+            "all examples have the same target, whatever transforms them, so that the evidence "
+            "says nothing about a range; give data of at least two classes"
+        )
+
+    @cached_property
+    def _start(self) -> dict[str, Any]:
+        """State with the weights as they are, and the best priors for them."""
+        with constant(self._hyperparameters):
+            self._assess(0)
+        return deepcopy(self._trainer.state_dict())
+
+    def evidence(self, value: float, repeat: int) -> float:
+        """Return the evidence per example with the range at a value, after some training.
+
+        Args:
+            value: Width of the range.
+            repeat: Number of the repetition, which is the seed of batches and draws.
+        """
+        self._trainer.load_state_dict(deepcopy(self._start))
+        self.range.put(value)
+        self._random_states.load_state_dict(self._before)
+        torch.manual_seed(repeat)  # whoever calls puts back all random states
+        with constant(self._hyperparameters):
+            self._train()
+            return self._assess(repeat)
+
+    def _train(self) -> None:
+        """Step the weights, with a step size that falls to zero, so that they come to rest."""
+        n_steps = self.amounts.n_steps
+        if n_steps:
+            self._trainer.restart_rate(n_steps)
+            self._trainer.train_on(itertools.islice(self._batches(), n_steps))
+
+    def _batches(self) -> Iterator[Any]:
+        loaders = itertools.repeat(self._settings.data.train_loader)
+        return itertools.chain.from_iterable(loaders)
+
+    def _assess(self, seed: int) -> float:
+        """Take the priors to their optimum, and return the evidence per example."""
+        data = self._settings.data
+
+        def more(present: int) -> int:
+            return self.amounts.n_samples or OVERSAMPLING * present
+
+        with averaging_over(self._model, more):
+            found = self._trainer.estimator.assess(data.ordered_loader, seed)
+        return found / data.n_data
+
+
+def _checksum(model: nn.Module) -> int:
+    """Return a number that differs between models with different weights or ranges."""
+    found = 0
+    for tensor in model.state_dict().values():
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        found = zlib.crc32(content.numpy().tobytes(), found)
+    return found
