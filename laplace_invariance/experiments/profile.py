@@ -108,6 +108,7 @@ def _compute(
             config.values or None,
             n_steps=config.n_steps,
             n_repeats=config.n_repeats,
+            hold_others=config.hold_others,
             subset_of_weights=config.subset_of_weights,
             backend_kwargs=SAMPLED,
             checkpoint=directory.path("profile.json"),

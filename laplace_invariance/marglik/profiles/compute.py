@@ -29,6 +29,7 @@ def profile(
     n_steps: int = 100,
     n_samples: int | None = None,
     n_repeats: int = 2,
+    hold_others: bool = False,
     optimizer_kwargs: dict[str, Any] | None = None,
     checkpoint: str | Path | None = None,
     resume: bool = False,
@@ -37,11 +38,12 @@ def profile(
 ) -> Profile:
     """Return the log evidence of a trained network along one of its ranges.
 
-    At each value a copy of the network, with the range fixed there and all other ranges as they
-    were learnt, trains its weights for a while, from those that it has, with a step size that falls
-    to zero. Priors then go to their optimum, and the evidence is estimated. The learnt value is
-    treated like all others, and all have the same batches and draws. The model stays as it is, and
-    so do random states.
+    At each value a copy of the network, with the range fixed there, trains its weights for a while,
+    from those that it has, with a step size that falls to zero. Meanwhile other open ranges follow
+    by small gradient steps on the evidence, from where they were learnt, since another range can
+    stand in for a part of the one that is fixed. Priors then go to their optimum, and the evidence
+    is estimated. The learnt value is treated like all others, and all have the same batches and
+    draws. The model stays as it is, and so do random states.
 
     Weights that were trained with the learnt range suit it: after a few steps a curve has its
     maximum there rather than where a network trained from scratch would have it. With more steps
@@ -60,6 +62,8 @@ def profile(
             of the model, as in training.
         n_repeats: Number of repetitions, with other batches and draws, from which standard errors
             are estimated.
+        hold_others: Whether other ranges stay as they were learnt, which takes less time. Those
+            that are narrower than 0.1 always do, and so do hyperparameters that are not ranges.
         optimizer_kwargs: Arguments of Adam, such as ``{"lr": 1e-3}``.
         checkpoint: File of JSON that gets every evidence as soon as it is known. It must not exist
             unless ``resume``.
@@ -77,13 +81,14 @@ def profile(
 
     Raises:
         ValueError: If there is no such range to learn, a value is outside of its limits, all
-            targets are the same, or the checkpoint is of something else.
+            targets are the same, other ranges cannot follow as the backend does not differentiate
+            them, or the checkpoint is of something else.
         FileExistsError: If ``checkpoint`` exists and is not resumed from.
     """
     settings = settings_of_evidence(
         loader, likelihood, optimizer_kwargs=optimizer_kwargs, progress_bar=progress_bar, **options
     )
-    amounts = Amounts(n_steps, n_samples, n_repeats)
+    amounts = Amounts(n_steps, n_samples, n_repeats, hold_others)
     random_states = RandomStates(model, (loader,))
     before = random_states.state_dict()
     try:

@@ -11,7 +11,7 @@ from torch import nn
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.marglik.hyperparameters import outermost_augmentations
 
-__all__ = ["Range", "around"]
+__all__ = ["Range", "around", "ranges_of"]
 
 # Values around the learnt one, by default.
 FACTORS = (0.25, 0.5, 0.8, 1.25, 1.6, 2.5)
@@ -30,7 +30,8 @@ class Range:
 
     Attributes:
         name: The same.
-        learnt: Present width.
+        augmentation: Augmentation that has it.
+        learnt: Width when this was made.
         limit: Largest width, or infinity.
     """
 
@@ -46,9 +47,9 @@ class Range:
                 f"there is no range {name!r} to profile; choose from {', '.join(found)}"
             )
         self.name = name
-        self._augmentation, self._own_name = found[name]
-        self.learnt = self._augmentation.widths()[self._own_name]
-        self.limit = self._augmentation.largest(self._own_name)
+        self.augmentation, self._own_name = found[name]
+        self.learnt = self.augmentation.widths()[self._own_name]
+        self.limit = self.augmentation.largest(self._own_name)
 
     def points(self, values: Sequence[float] | None) -> tuple[float, ...]:
         """Return the values to try, with the learnt one, each once and in order.
@@ -75,13 +76,23 @@ class Range:
             )
         return found
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the learnt range is wide enough to be told from none."""
+        return self.learnt >= LEAST_OPEN
+
     def put(self, value: float) -> None:
         """Set the range of the model, and no other."""
-        self._augmentation.resize_(self._own_name, value)
+        self.augmentation.resize_(self._own_name, value)
 
     def in_words(self, value: float) -> str:
         """Return a width in words and units."""
-        return self._augmentation.in_words(self._own_name, value)
+        return self.augmentation.in_words(self._own_name, value)
+
+
+def ranges_of(model: nn.Module) -> list[Range]:
+    """Return all ranges of a model that can be learnt."""
+    return [Range(model, name) for name in _learnt_ranges(model)]
 
 
 def _learnt_ranges(model: nn.Module) -> dict[str, tuple[Augmentation, str]]:

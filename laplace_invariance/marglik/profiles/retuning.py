@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.profiles.following import N_LOOKS, Following
 from laplace_invariance.marglik.profiles.ranges import Range
 from laplace_invariance.marglik.settings import Settings, check_numbers
 
@@ -27,11 +28,12 @@ OVERSAMPLING = 2  # samples in estimates, as a multiple of the model's, as in tr
 
 @dataclass(frozen=True)
 class Amounts:
-    """Numbers of steps, samples and repetitions, as of :func:`profile`."""
+    """Numbers of steps, samples and repetitions, and what is held, as of :func:`profile`."""
 
     n_steps: int
     n_samples: int | None
     n_repeats: int
+    hold_others: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(self, "n_steps", least=0, whole=True)
@@ -64,12 +66,16 @@ class Retuning:
         with constant(self._hyperparameters):
             self._trainer = Trainer(self._model, settings)
             self._trainer.estimator.rehearse()
+        self._following = None
+        if not amounts.hold_others:
+            self._following = Following(self._model, self._trainer, self.range)
         self._check_targets()
         self.signature = {
             **self._trainer.signature(),
             "name of the range": name,
             "number of steps": amounts.n_steps,
             "number of samples": amounts.n_samples,
+            "hold_others": amounts.hold_others,
             "checksum of the model": _checksum(self._model),
         }
 
@@ -104,16 +110,34 @@ class Retuning:
         self.range.put(value)
         self._random_states.load_state_dict(self._before)
         torch.manual_seed(repeat)  # whoever calls puts back all random states
+        self._train(value)
         with constant(self._hyperparameters):
-            self._train()
             return self._assess(repeat)
 
-    def _train(self) -> None:
-        """Step the weights, with a step size that falls to zero, so that they come to rest."""
+    def _train(self, value: float) -> None:
+        """Step the weights, with a step size that falls to zero, so that they come to rest.
+
+        Other ranges follow, by gradients from some of the batches before the weights see them.
+        """
         n_steps = self.amounts.n_steps
-        if n_steps:
-            self._trainer.restart_rate(n_steps)
-            self._trainer.train_on(itertools.islice(self._batches(), n_steps))
+        if not n_steps:
+            return
+        self._trainer.restart_rate(n_steps)
+        batches = itertools.islice(self._batches(), n_steps)
+        following = self._following
+        if following is None:
+            self._train_on(batches)
+            return
+        following.restart()
+        every = max(1, n_steps // N_LOOKS)
+        for step, data in enumerate(batches):
+            if step % every == 0:
+                following.look(data, value, step / n_steps)
+            self._train_on([data])
+
+    def _train_on(self, batches: Iterable[Any]) -> None:
+        with constant(self._hyperparameters):
+            self._trainer.train_on(batches)
 
     def _batches(self) -> Iterator[Any]:
         loaders = itertools.repeat(self._settings.data.train_loader)
