@@ -17,7 +17,7 @@ from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.profiles.ranges import Range, ranges_of
 
-__all__ = ["N_LOOKS", "Following"]
+__all__ = ["N_LOOKS", "Following", "followers"]
 
 N_LOOKS = 20  # minibatches that gradients are taken from, at each value
 N_EXAMPLES = 400  # for one estimate of curvature and priors, if there are as many
@@ -36,23 +36,17 @@ class Following:
         trainer: What trains its weights, with the priors that estimates take to their optimum.
         held: The range that is held.
 
-    Attributes:
-        ranges: The ranges that follow.
-
     Raises:
-        ValueError: If there are such ranges, and the backend cannot differentiate them.
+        ValueError: If the backend cannot differentiate the ranges that follow.
     """
 
     def __init__(self, model: nn.Module, trainer: Trainer, held: Range) -> None:
-        others = [one for one in ranges_of(model) if one.name != held.name]
-        self.ranges = [one for one in others if one.is_open]
         self._held = held
-        self._closed = [one for one in others if not one.is_open]
-        self._constant = _not_of(model, self.ranges)
+        self._closed = [one for one in ranges_of(model) if not one.is_open]
+        self._ranges = followers(model, held)
+        self._constant = _not_of(model, self._ranges)
         self._n_needed = min(N_EXAMPLES, trainer.settings.data.n_data)
         self._n_seen = 0
-        if not self.ranges:
-            return
         with constant(self._constant):
             self._hyperparameters = Hyperparameters(model, RATE)
             context = Context(
@@ -65,7 +59,7 @@ class Following:
     def _check_backend(self, trainer: Trainer) -> None:
         if self._estimator.approximation.differentiates():
             return
-        names = ", ".join(one.name for one in self.ranges)
+        names = ", ".join(one.name for one in self._ranges)
         raise ValueError(
             f"the evidence of backend {trainer.settings.evidence.backend.__name__} has no gradient "
             f"by which {names} could follow; use backend=AugmentedGGN, or hold_others=True"
@@ -76,8 +70,6 @@ class Following:
 
     def restart(self) -> None:
         """Forget all that was seen."""
-        if not self.ranges:
-            return
         estimator, optimizer = deepcopy(self._start)
         self._estimator.load_state_dict(estimator)
         self._hyperparameters.load_state_dict(optimizer)
@@ -91,8 +83,6 @@ class Following:
             value: Width of the range that is held.
             share: How much of the training is over, from 0 to 1.
         """
-        if not self.ranges:
-            return
         x, y = self._estimator.approximation.batch(data)
         with constant(self._constant):
             self._hyperparameters.set_rate(RATE * (1 + math.cos(math.pi * share)) / 2)
@@ -104,9 +94,14 @@ class Following:
                 self._n_seen = 0
 
     def _put_back(self, value: float) -> None:
-        self._held.put(value)
         for one in self._closed:
             one.put(one.learnt)
+        self._held.put(value)  # last, as it may be a closed one
+
+
+def followers(model: nn.Module, held: Range) -> list[Range]:
+    """Return the open ranges of a model but for the one that is held."""
+    return [one for one in ranges_of(model) if one.is_open and one.name != held.name]
 
 
 def _not_of(model: nn.Module, ranges: Sequence[Range]) -> list[Tensor]:

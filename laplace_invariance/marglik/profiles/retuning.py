@@ -17,7 +17,7 @@ from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.loop import Trainer
-from laplace_invariance.marglik.profiles.following import N_LOOKS, Following
+from laplace_invariance.marglik.profiles.following import N_LOOKS, Following, followers
 from laplace_invariance.marglik.profiles.ranges import Range
 from laplace_invariance.marglik.settings import Settings, check_numbers
 
@@ -67,7 +67,7 @@ class Retuning:
             self._trainer = Trainer(self._model, settings)
             self._trainer.estimator.rehearse()
         self._following = None
-        if not amounts.hold_others:
+        if not amounts.hold_others and followers(self._model, self.range):
             self._following = Following(self._model, self._trainer, self.range)
         self._check_targets()
         self.signature = {
@@ -124,15 +124,14 @@ class Retuning:
             return
         self._trainer.restart_rate(n_steps)
         batches = itertools.islice(self._batches(), n_steps)
-        following = self._following
-        if following is None:
+        if self._following is None:
             self._train_on(batches)
             return
-        following.restart()
+        self._following.restart()
         every = max(1, n_steps // N_LOOKS)
         for step, data in enumerate(batches):
             if step % every == 0:
-                following.look(data, value, step / n_steps)
+                self._following.look(data, value, step / n_steps)
             self._train_on([data])
 
     def _train_on(self, batches: Iterable[Any]) -> None:
