@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from laplace_invariance.invariant import InvariantModel
     from laplace_invariance.marglik import log_evidence, marglik_training, suggest
-    from laplace_invariance.marglik.profile import profile
+    from laplace_invariance.marglik.profiles import profile
 
 __version__ = "0.1.0.dev0"
 

@@ -76,7 +76,7 @@ VERBS = {
         ProfileConfig,
         "show whether a learnt range is a maximum of the evidence, and how flat",
         "Learn ranges as learn does, and compute the evidence at other widths of one of them, the "
-        "weights trained for a while at each.",
+        "weights and other open ranges trained for a while at each.",
         before_files="\n\n",
     ),
     "suggest": Verb(

@@ -51,6 +51,45 @@ def test_memory_beyond_the_data_starts_at_zero(module):
     assert memory.beyond_data([10, 30], peaks) == pytest.approx([0, 7])
 
 
+@pytest.fixture
+def asked():
+    """Return a function that makes a result of ``suggest`` from names and verdicts."""
+
+    gains = {"raises it": 0.5, "not clear": 0.02, "lowers it": -0.5}
+
+    def result(transform, *rows):
+        found = [
+            {"ranges": {name: 1.0}, "words": name, "gain": gains[verdict], "error": 0.1}
+            | {"verdict": verdict}
+            for name, verdict in rows
+        ]
+        about = {"net": "mlp", "transform": transform, "seed": 3, "accuracy": 0.5, "seconds": 90}
+        return {**about, "suggestions": {"rows": found}}
+
+    return result
+
+
+def test_rotation_is_suggested_if_it_comes_first_and_is_clear(module, asked):
+    suggested = module("bench_suggest").suggests_rotation
+    assert suggested(asked("upright", ("rotation", "raises it"), ("shear", "raises it")))
+    assert not suggested(asked("upright", ("shear", "raises it"), ("rotation", "raises it")))
+    assert not suggested(asked("upright", ("rotation", "not clear"), ("shear", "lowers it")))
+
+
+def test_suggestions_are_counted_as_they_should_be(module, asked):
+    clear = [("rotation", "raises it"), ("shear", "lowers it")]
+    vague = [("shear", "not clear"), ("rotation", "lowers it")]
+    found = [asked(kind, *rows) for kind in ("fully rotated", "upright") for rows in (clear, vague)]
+    table = module("bench_suggest").summary(found).splitlines()
+    assert table[2] == "| mlp | fully rotated | 1 of 2 | 1 of 2 | 1.5 to 1.5 |"
+    assert table[3] == "| mlp | upright | 1 of 2 | 1 of 2 | 1.5 to 1.5 |"
+    second = asked("upright", ("shear", "raises it"), ("rotation", "not clear"))
+    assert not module("bench_suggest").is_as_claimed(second)  # a gain that is small is one
+    row = module("bench_suggest").details(found[1:2]).splitlines()[2]
+    expected = "shear | +0.020 ± 0.100 | not clear | rotation | -0.500 ± 0.100 | lowers it |"
+    assert row == f"| mlp, fully rotated | 3 | 50.0 | {expected}"
+
+
 def test_every_benchmark_has_its_marks_and_is_run_by_make():
     page = (BENCHMARKS / "README.md").read_text()
     makefile = (BENCHMARKS.parent / "Makefile").read_text()

@@ -20,7 +20,7 @@ OPTIONS = {
     "start estimator subset-of-weights lr-augerino seed root download out resume quiet",
     "profile": "data transform method net samples epochs train test correlated fixed strength "
     "start estimator subset-of-weights lr-augerino seed root download range values steps repeats "
-    "out resume quiet",
+    "hold-others out resume quiet",
     "suggest": "data transform net weights epochs ranges samples steps repeats train test seed "
     "root download out resume quiet",
     "layers": "data transform task kind method width prior per-slot epochs train test seed root "

@@ -19,8 +19,8 @@ from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn, learnt_model
 from laplace_invariance.experiments.options import ProfileConfig
-from laplace_invariance.marglik.profile import Profile, profile_of
-from laplace_invariance.marglik.profile import profile as evidence_profile
+from laplace_invariance.marglik.profiles import Profile, profile_of
+from laplace_invariance.marglik.profiles import profile as evidence_profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,6 +108,7 @@ def _compute(
             config.values or None,
             n_steps=config.n_steps,
             n_repeats=config.n_repeats,
+            hold_others=config.hold_others,
             subset_of_weights=config.subset_of_weights,
             backend_kwargs=SAMPLED,
             checkpoint=directory.path("profile.json"),

@@ -4,7 +4,7 @@ from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.marglik.estimators import KernelBound, Refit, Running
 from laplace_invariance.marglik.evidence import log_evidence
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
-from laplace_invariance.marglik.profile import Profile, profile
+from laplace_invariance.marglik.profiles import Profile, profile
 from laplace_invariance.marglik.search import Search, SearchResult
 from laplace_invariance.marglik.suggestions import Suggestion, Suggestions, suggest
 from laplace_invariance.marglik.training import Result, marglik_training

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builders import invariant_network, labelled_points, plain_network, shuffled
+from laplace.curvature import CurvlinopsGGN
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,7 +17,9 @@ from laplace_invariance.marglik import Profile
 from laplace_invariance.marglik import profile as package_function
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.evidence import settings_of_evidence
-from laplace_invariance.marglik.profile import _around, profile_of
+from laplace_invariance.marglik.profiles import profile_of
+from laplace_invariance.marglik.profiles.ranges import around
+from laplace_invariance.marglik.profiles.retuning import Amounts, Retuning
 from laplace_invariance.marglik.search.pilots import Pilots
 
 LEARNT = 0.2  # of the network
@@ -183,14 +186,97 @@ def test_rotated_data_prefer_a_wide_range():
     assert "rotation ±0.0 degrees is not a maximum" in str(found)
 
 
+# Other ranges.
+
+
+def affine_network():
+    """Return a network with all ranges, of which rotation and both scales are open."""
+    widths = {"rotation": 0.5, "x_scale": 0.3, "y_scale": 0.2, "shear": 0.02}
+    return li.InvariantModel(plain_network(), li.AffinePoints(init=widths), n_samples=3)
+
+
+def retuned(model, loader, hold_others=False, n_steps=60):
+    """Return the copy of a model that a profile along x_scale trained at 0.7."""
+    settings = settings_of_evidence(loader, "classification")
+    retuning = Retuning(model, settings, "x_scale", Amounts(n_steps, None, 1, hold_others))
+    with torch.random.fork_rng():
+        retuning.evidence(0.7, 0)
+    return retuning._model
+
+
+def test_other_open_ranges_follow_and_all_else_is_held(loader):
+    model = affine_network()
+    before = model.augmentation.widths()
+    copy = retuned(model, loader)
+    after = copy.augmentation.widths()
+    assert after["x_scale"] == pytest.approx(0.7)
+    for name in ("rotation", "y_scale"):
+        assert 1e-3 < abs(after[name] - before[name]) < 0.4
+    for name in ("x_translation", "y_translation", "shear"):
+        assert after[name] == before[name]
+    assert [t.requires_grad for t in copy.buffers()] == [t.requires_grad for t in model.buffers()]
+    held = retuned(model, loader, hold_others=True).augmentation.widths()
+    assert held == pytest.approx(before | {"x_scale": 0.7}, abs=1e-7)
+
+
+def test_without_other_open_ranges_nothing_follows(model, loader):
+    options = {"n_steps": 30, "n_repeats": 1}
+    found = li.profile(model, loader, "rotation", [1.0], **options)
+    assert li.profile(model, loader, "rotation", [1.0], hold_others=True, **options) == found
+    model = affine_network()
+    found = li.profile(model, loader, "rotation", [1.0], **options)
+    assert li.profile(model, loader, "rotation", [1.0], hold_others=True, **options) != found
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_ranges_follow_alike_whatever_is_tried_before(loader, subset):
+    model = affine_network()
+    options = {"n_steps": 40, "n_repeats": 1, "subset_of_weights": subset}
+    alone = li.profile(model, loader, "x_scale", [1.0], **options)
+    among = li.profile(model, loader, "x_scale", [0.0, 0.5, 1.0], **options)
+    assert dict(zip(alone.values, alone.evidences, strict=True)).items() <= (
+        dict(zip(among.values, among.evidences, strict=True)).items()
+    )
+
+
+def test_ranges_follow_the_evidence():
+    """Rings are rotated by any angle, so that a narrow range of rotations becomes wider."""
+    torch.manual_seed(4)
+    augmentation = li.AffinePoints(init={"rotation": 0.6, "shear": 0.1}, draws="sobol")
+    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3))
+    model = li.InvariantModel(net, augmentation, n_samples=8)
+    loader = DataLoader(rings(), batch_size=60, shuffle=True)
+    li.marglik_training(
+        model,
+        loader,
+        objective=li.marglik.MAP(),
+        n_epochs=20,
+        optimizer_kwargs={"lr": 0.03},
+    )
+    options = {"n_steps": 60, "n_repeats": 1, "optimizer_kwargs": {"lr": 1e-3}}
+    followed = li.profile(model, loader, "shear", [0.0], **options)
+    held = li.profile(model, loader, "shear", [0.0], hold_others=True, **options)
+    gains = np.subtract(followed.evidences, held.evidences)
+    assert (gains > 0.005).all()
+
+
+def test_a_backend_without_gradients_holds_other_ranges(loader):
+    model = affine_network()
+    options = {"backend": CurvlinopsGGN, "n_steps": 0, "n_repeats": 1}
+    with pytest.raises(ValueError, match=r"CurvlinopsGGN has no gradient .*, or hold_others=True"):
+        li.profile(model, loader, "shear", [0.5], **options)
+    found = li.profile(model, loader, "shear", [0.5], hold_others=True, **options)
+    assert all(map(math.isfinite, found.evidences))
+
+
 # What is kept.
 
 
-def test_resumed_profile_is_the_same_to_the_last_digit(model, loader, tmp_path, monkeypatch):
-    whole = li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=3)
+def test_resumed_profile_is_the_same_to_the_last_digit(loader, tmp_path, monkeypatch):
+    model = affine_network()
+    whole = li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=20)
     path = tmp_path / "deep" / "profile.json"
-    retuning = li.marglik.profile.__globals__["_Retuning"]
-    evidence, calls = retuning.evidence, []
+    evidence, calls = Retuning.evidence, []
 
     def interrupted(self, value, repeat):
         if len(calls) == 2:
@@ -199,15 +285,15 @@ def test_resumed_profile_is_the_same_to_the_last_digit(model, loader, tmp_path, 
         return evidence(self, value, repeat)
 
     with monkeypatch.context() as patch:
-        patch.setattr(retuning, "evidence", interrupted)
+        patch.setattr(Retuning, "evidence", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=3, checkpoint=path)
+            li.profile(model, loader, "rotation", [0.0, 1.0], n_steps=20, checkpoint=path)
     assert len(json.loads(path.read_text())["found"]) == 2
     torch.manual_seed(99)  # a new process has another state
-    kept = {"n_steps": 3, "checkpoint": path, "resume": True}
+    kept = {"n_steps": 20, "checkpoint": path, "resume": True}
     again = li.profile(model, loader, "rotation", [0.0, 1.0], **kept)
     assert again == whole
-    monkeypatch.setattr(retuning, "evidence", None)  # nothing is computed again
+    monkeypatch.setattr(Retuning, "evidence", None)  # nothing is computed again
     assert li.profile(model, loader, "rotation", [0.0, 1.0], **kept) == whole
     assert li.profile(model, loader, "rotation", [1.0], n_repeats=1, **kept).repeats == (
         whole.repeats[0][1:],
@@ -223,6 +309,8 @@ def test_a_file_of_something_else_is_not_touched(model, loader, tmp_path):
         li.profile(model, loader, "rotation", [1.0], **options)
     with pytest.raises(ValueError, match="another profile: it differs in number of steps"):
         li.profile(model, loader, "rotation", [1.0], **options | {"n_steps": 1}, resume=True)
+    with pytest.raises(ValueError, match="another profile: it differs in hold_others"):
+        li.profile(model, loader, "rotation", [1.0], **options, hold_others=True, resume=True)
     with torch.no_grad():
         model.net[0].weight += 1e-3
     with pytest.raises(ValueError, match="it differs in checksum of the model"):
@@ -289,7 +377,7 @@ def test_one_class_is_refused(model):
 @pytest.mark.parametrize("learnt", [0.0, 0.01, 0.3, 1.0, 2.5, 3.1, math.pi])
 @pytest.mark.parametrize("limit", [math.pi, math.inf])
 def test_default_values_are_around_the_learnt_one(learnt, limit):
-    values = _around(learnt, limit)
+    values = around(learnt, limit)
     assert learnt in values
     assert list(values) == sorted(set(values))
     assert values[0] <= 0.01 * values[-1]

@@ -121,12 +121,15 @@ class ProfileConfig(LearnConfig):
             one.
         n_steps: Number of steps on the weights at each value.
         n_repeats: Number of repetitions with other batches and draws, for standard errors.
+        hold_others: Whether other ranges stay as they were learnt, instead of following by
+            gradient steps.
     """
 
     name: choices.RangeName = field(default="rotation", metadata={"option": "range"})
     values: tuple[float, ...] = field(default=(), metadata={"identity": False})
     n_steps: int = 100
     n_repeats: int = field(default=2, metadata={"identity": False})
+    hold_others: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,124 @@
+"""Single ranges of a model: their names, their limits, and which of their widths to try."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from laplace_invariance.augmentations.base import Augmentation
+from laplace_invariance.marglik.hyperparameters import outermost_augmentations
+
+__all__ = ["Range", "around", "ranges_of"]
+
+# Values around the learnt one, by default.
+FACTORS = (0.25, 0.5, 0.8, 1.25, 1.6, 2.5)
+N_VALUES = 9
+LEAST_OPEN = 0.1  # width below which a range is closed,
+OPEN = 0.25  # and whose factors are tried then
+CLOSE = 0.01  # distance, as a share of all, below which two values are one
+
+
+class Range:
+    """One range of a model that can be learnt.
+
+    Args:
+        model: Model with augmentations.
+        name: Name of the range.
+
+    Attributes:
+        name: The same.
+        augmentation: Augmentation that has it.
+        learnt: Width when this was made.
+        limit: Largest width, or infinity.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        found = _learnt_ranges(model)
+        if not found:
+            raise ValueError(
+                "there is no range to profile: the model has no augmentation whose hyperparameters "
+                "require grad; wrap the network in InvariantModel(net, augmentation)"
+            )
+        if name not in found:
+            raise ValueError(
+                f"there is no range {name!r} to profile; choose from {', '.join(found)}"
+            )
+        self.name = name
+        self.augmentation, self._own_name = found[name]
+        self.learnt = self.augmentation.widths()[self._own_name]
+        self.limit = self.augmentation.largest(self._own_name)
+
+    def points(self, values: Sequence[float] | None) -> tuple[float, ...]:
+        """Return the values to try, with the learnt one, each once and in order.
+
+        Args:
+            values: Values that are wanted; None chooses some.
+
+        Raises:
+            ValueError: If a value is outside of its limits, or there is none but the learnt one.
+        """
+        if values is None:
+            return around(self.learnt, self.limit)
+        for value in values:
+            if not 0 <= value <= self.limit or not math.isfinite(value):
+                raise ValueError(
+                    f"{self.name} must be finite and between 0 and {self.limit:.4g}, its limit, "
+                    f"got {value}"
+                )
+        found = tuple(sorted({float(value) for value in values} | {self.learnt}))
+        if len(found) == 1:
+            raise ValueError(
+                f"there is nothing to compare the learnt {self.name} with: give other values, or "
+                "None"
+            )
+        return found
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the learnt range is wide enough to be told from none."""
+        return self.learnt >= LEAST_OPEN
+
+    def put(self, value: float) -> None:
+        """Set the range of the model, and no other."""
+        self.augmentation.resize_(self._own_name, value)
+
+    def in_words(self, value: float) -> str:
+        """Return a width in words and units."""
+        return self.augmentation.in_words(self._own_name, value)
+
+
+def ranges_of(model: nn.Module) -> list[Range]:
+    """Return all ranges of a model that can be learnt."""
+    return [Range(model, name) for name in _learnt_ranges(model)]
+
+
+def _learnt_ranges(model: nn.Module) -> dict[str, tuple[Augmentation, str]]:
+    """Return augmentation and name there of all ranges that can be learnt, by public name."""
+    found = outermost_augmentations(model)
+    owners = {place: module for place, module in found.items() if module.widths()}
+    names: dict[str, tuple[Augmentation, str]] = {}
+    for place, module in owners.items():
+        for own in module.widths():
+            public = own if len(owners) == 1 else f"{place}.{own}"
+            names[public] = (module, own)
+    return names
+
+
+def around(learnt: float, limit: float) -> tuple[float, ...]:
+    """Return zero, the learnt value, narrower and wider ones, and the limit if there is one."""
+    base = learnt if learnt >= LEAST_OPEN else OPEN
+    wanted = [0.0, *([limit] if math.isfinite(limit) else [])]
+    wanted += [factor * base for factor in FACTORS if factor * base < limit]
+    top = max([*wanted, learnt])
+    points = [learnt]
+    for value in wanted:
+        if all(abs(value - other) > CLOSE * top for other in points):
+            points.append(value)
+    points.sort()
+    while len(points) < N_VALUES:
+        low, high = max(itertools.pairwise(points), key=lambda pair: pair[1] - pair[0])
+        points = sorted([*points, (low + high) / 2])
+    return tuple(points)

@@ -1,0 +1,163 @@
+"""A copy of a model that trains for a while with one range fixed."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from laplace_invariance.invariant import averaging_over
+from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
+from laplace_invariance.marglik.checkpoints import RandomStates
+from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.profiles.following import N_LOOKS, Following, followers
+from laplace_invariance.marglik.profiles.ranges import Range
+from laplace_invariance.marglik.settings import Settings, check_numbers
+
+__all__ = ["Amounts", "Retuning"]
+
+OVERSAMPLING = 2  # samples in estimates, as a multiple of the model's, as in training
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Numbers of steps, samples and repetitions, and what is held, as of :func:`profile`."""
+
+    n_steps: int
+    n_samples: int | None
+    n_repeats: int
+    hold_others: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "n_steps", least=0, whole=True)
+        check_numbers(self, "n_samples", "n_repeats", whole=True)
+
+
+class Retuning:
+    """A copy of a model that trains for a while with one range fixed, always from the same start.
+
+    Args:
+        model: Trained model, which is copied.
+        settings: Settings of the evidence and of the optimiser.
+        name: Name of the range.
+        amounts: Numbers of steps and samples.
+
+    Attributes:
+        range: The range, of the copy.
+        amounts: The same.
+        signature: What must agree between two runs that share evidences.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, name: str, amounts: Amounts) -> None:
+        self._model = deepcopy(model)
+        self.range = Range(self._model, name)
+        self.amounts = amounts
+        self._settings = settings
+        self._hyperparameters = learnt_hyperparameters(self._model)
+        self._random_states = RandomStates(self._model, (settings.data.train_loader,))
+        self._before = self._random_states.state_dict()
+        with constant(self._hyperparameters):
+            self._trainer = Trainer(self._model, settings)
+            self._trainer.estimator.rehearse()
+        self._following = None
+        if not amounts.hold_others and followers(self._model, self.range):
+            self._following = Following(self._model, self._trainer, self.range)
+        self._check_targets()
+        self.signature = {
+            **self._trainer.signature(),
+            "name of the range": name,
+            "number of steps": amounts.n_steps,
+            "number of samples": amounts.n_samples,
+            "hold_others": amounts.hold_others,
+            "checksum of the model": _checksum(self._model),
+        }
+
+    def _check_targets(self) -> None:
+        """Raise if all targets are the same."""
+        first = None
+        for data in self._settings.data.ordered_loader:
+            _, y = self._trainer.estimator.approximation.batch(data)
+            first = y[:1] if first is None else first
+            if (y != first).any():
+                return
+        raise ValueError(
+            "all examples have the same target, whatever transforms them, so that the evidence "
+            "says nothing about a range; give data of at least two classes"
+        )
+
+    @cached_property
+    def _start(self) -> dict[str, Any]:
+        """State with the weights as they are, and the best priors for them."""
+        with constant(self._hyperparameters):
+            self._assess(0)
+        return deepcopy(self._trainer.state_dict())
+
+    def evidence(self, value: float, repeat: int) -> float:
+        """Return the evidence per example with the range at a value, after some training.
+
+        Args:
+            value: Width of the range.
+            repeat: Number of the repetition, which is the seed of batches and draws.
+        """
+        self._trainer.load_state_dict(deepcopy(self._start))
+        self.range.put(value)
+        self._random_states.load_state_dict(self._before)
+        torch.manual_seed(repeat)  # whoever calls puts back all random states
+        self._train(value)
+        with constant(self._hyperparameters):
+            return self._assess(repeat)
+
+    def _train(self, value: float) -> None:
+        """Step the weights, with a step size that falls to zero, so that they come to rest.
+
+        Other ranges follow, by gradients from some of the batches before the weights see them.
+        """
+        n_steps = self.amounts.n_steps
+        if not n_steps:
+            return
+        self._trainer.restart_rate(n_steps)
+        batches = itertools.islice(self._batches(), n_steps)
+        if self._following is None:
+            self._train_on(batches)
+            return
+        self._following.restart()
+        every = max(1, n_steps // N_LOOKS)
+        for step, data in enumerate(batches):
+            if step % every == 0:
+                self._following.look(data, value, step / n_steps)
+            self._train_on([data])
+
+    def _train_on(self, batches: Iterable[Any]) -> None:
+        with constant(self._hyperparameters):
+            self._trainer.train_on(batches)
+
+    def _batches(self) -> Iterator[Any]:
+        loaders = itertools.repeat(self._settings.data.train_loader)
+        return itertools.chain.from_iterable(loaders)
+
+    def _assess(self, seed: int) -> float:
+        """Take the priors to their optimum, and return the evidence per example."""
+        data = self._settings.data
+
+        def more(present: int) -> int:
+            return self.amounts.n_samples or OVERSAMPLING * present
+
+        with averaging_over(self._model, more):
+            found = self._trainer.estimator.assess(data.ordered_loader, seed)
+        return found / data.n_data
+
+
+def _checksum(model: nn.Module) -> int:
+    """Return a number that differs between models with different weights or ranges."""
+    found = 0
+    for tensor in model.state_dict().values():
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        found = zlib.crc32(content.numpy().tobytes(), found)
+    return found
