@@ -32,7 +32,8 @@ from laplace_invariance.experiments.options import SuggestConfig
 from laplace_invariance.files import replace
 from laplace_invariance.marglik import MAP, Suggestions, marglik_training
 from laplace_invariance.marglik import suggest as suggest_for
-from laplace_invariance.marglik.suggestions import candidates_of, check_targets
+from laplace_invariance.marglik.suggestions import candidates_of
+from laplace_invariance.marglik.targets import check_targets
 from laplace_invariance.tables import labelled
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from laplace_invariance.marglik.settings import (
     Schedule,
     Settings,
 )
+from laplace_invariance.marglik.targets import check_targets, targets_of
 
 __all__ = ["Result", "marglik_training"]
 
@@ -277,8 +278,10 @@ def marglik_training(
         warnings.warn(message, stacklevel=2)
     trainer = Trainer(model, settings)
     chosen_search = settings.hyperparameters.search
-    if chosen_search is not None:
-        Space(model)  # fails before anything is written if there is nothing to search
+    if chosen_search is not None:  # fail before anything is written if there is nothing to search
+        Space(model)
+        with torch.random.fork_rng(devices=[]):
+            check_targets(targets_of(settings.data))
     trainer.estimator.rehearse()
     loaders = (train_loader, settings.data.evidence_loader, valid_loader)
     random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])

@@ -367,7 +367,7 @@ def test_without_a_range_to_learn_it_is_refused(model, loader, kind):
 
 def test_one_class_is_refused(model):
     data = TensorDataset(torch.randn(20, 2), torch.ones(20, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"all examples have the same target.*two classes"):
+    with pytest.raises(ValueError, match=r"all targets are 1.*two classes"):
         li.profile(model, shuffled(data), "rotation")
 
 

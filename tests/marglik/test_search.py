@@ -209,6 +209,11 @@ BAD = {
     "no augmentation": ({"model": nn.Linear(2, 3)}, ValueError, "no range to search"),
     "Augerino": ({"objective": Augerino(0.1)}, ValueError, "a search compares evidences"),
     "MAP": ({"objective": MAP()}, ValueError, "a search compares evidences"),
+    "one class": (
+        {"train_loader": shuffled(TensorDataset(torch.randn(20, 2), torch.ones(20).long()))},
+        ValueError,
+        "all targets are 1",
+    ),
     "text": ({"search": "yes"}, TypeError, "search must be True, False, None or a Search"),
 }
 
@@ -216,12 +221,9 @@ BAD = {
 @pytest.mark.parametrize(("change", "error", "message"), BAD.values(), ids=BAD)
 def test_what_cannot_be_searched_is_refused(tmp_path, change, error, message):
     arguments = {"model": invariant_network(), "search": True, **SHORT}
+    arguments |= {"train_loader": shuffled(labelled_points()), "checkpoint": tmp_path / "run.pt"}
     with pytest.raises(error, match=message):
-        li.marglik_training(
-            train_loader=shuffled(labelled_points()),
-            checkpoint=tmp_path / "run.pt",
-            **arguments | change,
-        )
+        li.marglik_training(**arguments | change)
     assert not list(tmp_path.iterdir())
 
 

@@ -170,7 +170,8 @@ def test_step_size_follows_half_a_cosine():
     assert settings.rate(11, 10) == pytest.approx(0.001)  # a hundredth, one epoch after the end
     searched = dataclasses.replace(settings, search=Search())
     rates = [searched.rate(epoch, 11) for epoch in range(1, 12)]
-    assert max(rates) == rates[5] == rates[6] > 0.09
+    assert max(rates) == pytest.approx(rates[5]) == pytest.approx(rates[6])
+    assert rates[5] > 0.09
     assert rates[0] == pytest.approx(0.001)
     assert rates[1:] == pytest.approx(rates[:0:-1])
 

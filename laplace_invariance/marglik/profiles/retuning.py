@@ -20,6 +20,7 @@ from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.profiles.following import N_LOOKS, Following, followers
 from laplace_invariance.marglik.profiles.ranges import Range
 from laplace_invariance.marglik.settings import Settings, check_numbers
+from laplace_invariance.marglik.targets import check_targets, targets_of
 
 __all__ = ["Amounts", "Retuning"]
 
@@ -69,7 +70,7 @@ class Retuning:
         self._following = None
         if not amounts.hold_others and followers(self._model, self.range):
             self._following = Following(self._model, self._trainer, self.range)
-        self._check_targets()
+        check_targets(targets_of(self._settings.data))
         self.signature = {
             **self._trainer.signature(),
             "name of the range": name,
@@ -78,19 +79,6 @@ class Retuning:
             "hold_others": amounts.hold_others,
             "checksum of the model": _checksum(self._model),
         }
-
-    def _check_targets(self) -> None:
-        """Raise if all targets are the same."""
-        first = None
-        for data in self._settings.data.ordered_loader:
-            _, y = self._trainer.estimator.approximation.batch(data)
-            first = y[:1] if first is None else first
-            if (y != first).any():
-                return
-        raise ValueError(
-            "all examples have the same target, whatever transforms them, so that the evidence "
-            "says nothing about a range; give data of at least two classes"
-        )
 
     @cached_property
     def _start(self) -> dict[str, Any]:

@@ -28,16 +28,15 @@ from laplace_invariance.marglik.suggestions.given import (
     Comparison,
     Ranges,
     candidates_of,
-    check_targets,
     chosen_augmentation,
     copied,
     like,
     shuffled,
     signature,
-    targets_of,
 )
 from laplace_invariance.marglik.suggestions.known import KnownEvidences
 from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestions
+from laplace_invariance.marglik.targets import check_targets, targets_of
 
 __all__ = ["suggest"]
 
@@ -136,7 +135,7 @@ def suggest(
         chosen = chosen_augmentation(augmentation, settings.data.example())
         averaged = InvariantModel(net, chosen.to(*like(net)), n_samples)
         candidates = candidates_of(averaged, ranges)
-        check_targets(targets_of(settings))
+        check_targets(targets_of(settings.data))
         signed = signature(averaged, settings, comparison)
         known = KnownEvidences(checkpoint, resume, signed)
         return _Suggesting(averaged, settings, comparison, known).run(candidates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +17,17 @@ from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.settings import Settings, check_numbers
+from laplace_invariance.marglik.targets import targets_of
 
 __all__ = [
     "Comparison",
     "Ranges",
     "candidates_of",
-    "check_targets",
     "chosen_augmentation",
     "copied",
     "like",
     "shuffled",
     "signature",
-    "targets_of",
 ]
 
 # By a name or by several, which a Mapping cannot say as it is invariant in its keys
@@ -143,40 +142,12 @@ def shuffled(loader: DataLoader) -> DataLoader:
     )
 
 
-def targets_of(settings: Settings) -> Iterator[Tensor]:
-    """Yield the targets of all batches, in the order of the data."""
-    for data in settings.data.ordered_loader:
-        if isinstance(data, MutableMapping):
-            yield data[settings.data.dict_key_y]
-        else:
-            yield data[1]
-
-
-def check_targets(batches: Iterable[Tensor]) -> None:
-    """Raise ValueError if all targets are the same, which there is nothing to learn from.
-
-    Args:
-        batches: Targets; no more are looked at than it takes to find two that differ.
-    """
-    first: Tensor | None = None
-    for targets in batches:
-        if first is None:
-            first = targets[:1]
-        if (targets != first).any():
-            return
-    found = None if first is None else first.squeeze().tolist()
-    raise ValueError(
-        f"all targets are {found}, which any network predicts, whatever its augmentation; give "
-        "data of two classes or more, or with targets that differ"
-    )
-
-
 def signature(model: InvariantModel, settings: Settings, comparison: Comparison) -> dict[str, Any]:
     """Return what must agree between a call that wrote evidences and one that resumes."""
     weights = 0
     for tensor in model.net.state_dict().values():
         weights = zlib.crc32(tensor.detach().cpu().numpy().tobytes(), weights)
-    targets = next(targets_of(settings))
+    targets = next(targets_of(settings.data))
     own = settings.signature()
     return {
         "checksum of the weights": weights,
