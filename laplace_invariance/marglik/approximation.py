@@ -240,18 +240,17 @@ class Approximation:
         la, weights = self.la, self._weights()
         if self._structure != "kron" or not isinstance(la.H, DifferentiableKronDecomposed):
             return la.log_marginal_likelihood
-        spectra = torch.cat([spectrum.flatten() for spectrum in la.H.detach().curvature_spectra()])
-        sizes = torch.tensor([tensor.numel() for tensor in weights], device=spectra.device)
+        spectra = [spectrum.flatten() for spectrum in la.H.detach().curvature_spectra()]
         squares = torch.stack([tensor.detach().square().sum() for tensor in weights])
 
         def evidence(precision: Tensor, noise: Tensor | None) -> Tensor:
             if noise is not None:
                 la.sigma_noise = noise
             deltas = precision.expand(len(weights))
+            pairs = zip(spectra, (la._H_factor / deltas).unbind(), strict=True)
             # whose derivative is a sum of small numbers, not a small difference of large ones
-            log_det_ratio = torch.log1p(spectra * la._H_factor / deltas.repeat_interleave(sizes))
-            log_det_ratio = log_det_ratio.sum()
-            return la.log_likelihood - 0.5 * (log_det_ratio + (squares * deltas).sum())
+            log_det_ratio = torch.stack([torch.log1p(own * scale).sum() for own, scale in pairs])
+            return la.log_likelihood - 0.5 * (log_det_ratio.sum() + (squares * deltas).sum())
 
         return evidence
 
