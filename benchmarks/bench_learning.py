@@ -33,7 +33,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "kernel bound": {"estimator": "kernel"},
     "running, last layer": {"estimator": "running", "subset_of_weights": "last_layer"},
+    "running, search": {"estimator": "running", "search": True},
 }
+ESTIMATED = [name for name in VARIANTS if name != "running, search"]
 FAR = 2.0  # a rotation, in radians, until which time is measured
 
 
@@ -60,13 +62,13 @@ def suite(name: str) -> list[Run]:
     if name == "digits":
         return [
             Run("digits", 1198, "mlp", 100, "fully_rotated", variant, seed)
-            for seed, variant in itertools.product(range(3), VARIANTS)
+            for seed, variant in itertools.product(range(3), ESTIMATED)
             if seed == 0 or variant not in ("refit, exact", "kernel bound")
         ]
     if name == "rotated":
         return [
             Run("mnist", 5000, net, n_epochs, "fully_rotated", variant, 0)
-            for variant in VARIANTS
+            for variant in ESTIMATED
             for net, n_epochs in (("mlp", 30), ("cnn", 16))
         ]
     kinds = ("fully_rotated", "translated", "original")
@@ -75,6 +77,11 @@ def suite(name: str) -> list[Run]:
             Run("mnist", 2000, "mlp", 50, kind, "running, last layer", seed)
             for seed, kind in itertools.product(range(3), kinds)
         ]
+    if name == "search":
+        return [
+            Run("mnist", 2000, "cnn", 24, kind, "running, search", seed)
+            for kind, seed in itertools.product(("translated", "fully_rotated"), range(3))
+        ]
     net, n_epochs = {"mlp": ("mlp", 50), "cnn": ("cnn", 24)}[name]
     return [
         Run("mnist", 2000, net, n_epochs, kind, variant, seed)
@@ -82,7 +89,7 @@ def suite(name: str) -> list[Run]:
     ]
 
 
-SUITES = ("digits", "mlp", "last-layer", "cnn", "rotated")
+SUITES = ("digits", "mlp", "last-layer", "cnn", "rotated", "search")
 
 
 def train(run: Run, **changes: Any) -> dict[str, Any]:
