@@ -54,7 +54,7 @@ class Trainer:
         self._weights = [p for p in model.parameters() if p.requires_grad]
         if not self._weights:
             raise ValueError("the model has no parameter that requires grad")
-        self.hyperparameters = Hyperparameters(model, settings.hyperparameters.highest_rate)
+        self.hyperparameters = Hyperparameters(model, settings.hyperparameters.first_rate)
         is_regression = settings.evidence.is_regression
         temperature = settings.evidence.temperature
         last_layer = None

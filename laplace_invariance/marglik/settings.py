@@ -285,25 +285,18 @@ class HyperparameterSettings:
             )
 
     @property
-    def highest_rate(self) -> float:
-        """Largest step size."""
+    def first_rate(self) -> float:
+        """Step size in the first epoch."""
         if self.lr_aug is not None:
             return self.lr_aug
         return LR_AUG if self.search is None else LR_AUG_AFTER_SEARCH
 
     def rate(self, epoch: int, n_epochs: int) -> float:
-        """Return the step size in an epoch, from 1: half a cosine over all epochs.
-
-        After a search it rises first, as well, because ranges are nearly where they should be, and
-        weights that are still far from fitted ask for others.
-        """
-        highest = self.highest_rate
-        lowest = highest / 100 if self.lr_aug_min is None else self.lr_aug_min
-        done = (epoch - 1) / n_epochs
-        share = (1 + math.cos(math.pi * done)) / 2
-        if self.search is not None:
-            share = (1 - math.cos(2 * math.pi * done)) / 2
-        return lowest + (highest - lowest) * share
+        """Return the step size in an epoch, from 1: half a cosine over all epochs."""
+        first = self.first_rate
+        lowest = first / 100 if self.lr_aug_min is None else self.lr_aug_min
+        share = (1 + math.cos(math.pi * (epoch - 1) / n_epochs)) / 2
+        return lowest + (first - lowest) * share
 
 
 @dataclass(frozen=True)
@@ -413,7 +406,7 @@ class Settings:
             "prior_prec_init": repr(precision),
             "sigma_noise_init": self.priors.sigma_noise_init,
             "lr_hyp": self.priors.lr_hyp,
-            "lr_aug": (self.hyperparameters.highest_rate, self.hyperparameters.lr_aug_min),
+            "lr_aug": (self.hyperparameters.first_rate, self.hyperparameters.lr_aug_min),
             "search": repr(self.hyperparameters.search),
             "n_hypersteps": (self.schedule.n_hypersteps, self.schedule.n_hypersteps_prior),
             "marglik_frequency": self.schedule.marglik_frequency,

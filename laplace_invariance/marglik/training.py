@@ -216,10 +216,10 @@ def marglik_training(
             trainings first, and starts from those with the highest evidence. Then ranges take only
             steps whose direction is clear, so that noise does not open what the search has closed.
             Its cost is about that of 1,600 steps on the weights, for six ranges.
-        lr_aug: Largest step size of hyperparameters. None is 0.3, large, so that ranges open before
-            the weights have settled for narrow ones; or 0.1 after a search.
-        lr_aug_min: Step size at which half a cosine over the epochs ends, and after a search also
-            begins; None is a hundredth of ``lr_aug``.
+        lr_aug: Step size of hyperparameters in the first epoch. None is 0.3, large, so that ranges
+            open before the weights have settled for narrow ones; or 0.1 after a search.
+        lr_aug_min: Step size at which half a cosine over the epochs ends; None is a hundredth of
+            ``lr_aug``.
         marglik_loader: Batches for the evidence, with the same examples; None is the training
             loader.
         marglik_batch_size: Size of these batches, instead of a loader; larger is faster, memory

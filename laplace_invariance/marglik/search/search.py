@@ -114,7 +114,7 @@ class Search:
     n_rounds: int = 2
     oversampling: int = 2
     n_examples: int = 500
-    margin: float = 0.003
+    margin: float = 0.005
 
     def __post_init__(self) -> None:
         numbers = ("n_steps", "keep", "n_rounds", "oversampling", "n_examples")
