@@ -15,7 +15,8 @@ from laplace_invariance.layers.starts import (
     StartLevel,
     closed_paths,
     free_paths,
-    start_paths,
+    rescale_paths,
+    start_precisions,
 )
 from laplace_invariance.layers.symmetry import Group
 
@@ -49,5 +50,6 @@ __all__ = [
     "free_paths",
     "mlp",
     "pathway",
-    "start_paths",
+    "rescale_paths",
+    "start_precisions",
 ]

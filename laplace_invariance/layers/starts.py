@@ -19,7 +19,14 @@ from torch import nn
 
 from laplace_invariance.layers.residual import ResidualPathway
 
-__all__ = ["START_LEVELS", "StartLevel", "closed_paths", "free_paths", "start_paths"]
+__all__ = [
+    "START_LEVELS",
+    "StartLevel",
+    "closed_paths",
+    "free_paths",
+    "rescale_paths",
+    "start_precisions",
+]
 
 
 @dataclass(frozen=True)
@@ -99,13 +106,13 @@ def closed_paths(
     return found
 
 
-def start_paths(
+def start_precisions(
     model: nn.Module, levels: Mapping[str, str], *, shared: bool = False
 ) -> dict[str, float]:
-    """Rescale free paths to the levels at which they start, and return the prior precisions.
+    """Return the prior precisions with which free paths start at some levels.
 
     Args:
-        model: Any module with pathways, their strictest path first; changed in place.
+        model: Any module with pathways, their strictest path first.
         levels: Name of a level of :data:`START_LEVELS` by place of the pathway.
         shared: Whether both factors of a factored layer share a prior precision.
 
@@ -113,10 +120,37 @@ def start_paths(
         Initial prior precisions by name of the tensor.
 
     Raises:
+        ValueError: If there is no such place or level.
+    """
+    found: dict[str, float] = {}
+    for where, path, level in _started(model, levels):
+        for part in _parts(path):
+            value = level.precision
+            if part.precision is not None and level.keeps_parts and not shared:
+                value = part.precision
+            found[_joined(where, part.name)] = value
+    return found
+
+
+def rescale_paths(model: nn.Module, levels: Mapping[str, str]) -> None:
+    """Rescale the weights of free paths to the levels at which they start.
+
+    Args:
+        model: Any module with pathways, their strictest path first; changed in place.
+        levels: Name of a level of :data:`START_LEVELS` by place of the pathway.
+
+    Raises:
         ValueError: If there is no such place or level, or weights that are to be rescaled are zero.
     """
+    for where, path, level in _started(model, levels):
+        _rescale(path, level.scale, where)
+
+
+def _started(
+    model: nn.Module, levels: Mapping[str, str]
+) -> Iterator[tuple[str, nn.Module, StartLevel]]:
+    """Yield the full name of every free path, the path, and its level."""
     paths = free_paths(model)
-    found: dict[str, float] = {}
     for place, level in levels.items():
         if place not in paths:
             known = ", ".join(paths) or "none"
@@ -124,13 +158,7 @@ def start_paths(
         if level not in START_LEVELS:
             raise ValueError(f"a level is one of {', '.join(START_LEVELS)}; got {level!r}")
         for name, path in paths[place].items():
-            start = START_LEVELS[level]
-            _rescale(path, start.scale, _joined(place, name))
-            for part in _parts(path):
-                keeps = start.keeps_parts and not shared and part.precision is not None
-                value = part.precision if keeps else None
-                found[_joined(place, name, part.name)] = value or start.precision
-    return found
+            yield _joined(place, name), path, START_LEVELS[level]
 
 
 class _Part(NamedTuple):

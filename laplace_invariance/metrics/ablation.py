@@ -128,8 +128,8 @@ class Ablation:
     def from_dict(cls, found: Mapping[str, Any]) -> Ablation:
         """Return what :meth:`as_dict` describes."""
         rows = [AblationRow(**row) for row in found["rows"]]
-        whole = (AblationRow(**found[name]) for name in ("free", "unused"))
-        return cls(rows, *whole, found["accuracy"])
+        free, unused = AblationRow(**found["free"]), AblationRow(**found["unused"])
+        return cls(rows, free, unused, found["accuracy"])
 
     def __str__(self) -> str:
         header = ["without", "path", "costs", "log likelihood", "saved", "accuracy", "chosen"]

@@ -59,7 +59,10 @@ def effective_parameters(la: ParametricLaplace) -> dict[str, float]:
     if isinstance(la, KronLaplace):
         precision = la.posterior_precision
         spectra = zip(
-            tensors, curvature_spectra(precision), precision.deltas.expand(len(tensors)), strict=True
+            tensors,
+            curvature_spectra(precision),
+            precision.deltas.expand(len(tensors)),
+            strict=True,
         )
         return {name: (l_i / (l_i + delta)).sum().item() for name, l_i, delta in spectra}
     if isinstance(la, DiagLaplace):
@@ -172,12 +175,11 @@ class LayerReport:
         return found
 
     def __str__(self) -> str:
-        n_cells = len(HEADER) - 1
-        header = HEADER
+        header = [*HEADER]
         if any(row.cost is not None for row in self.rows):
-            n_cells += len(LEFT_OUT)
             header += LEFT_OUT
-        lines: list[Sequence[str]] = [(*header, "chosen")]
+        n_cells = len(header) - 1
+        lines: list[Sequence[str]] = [[*header, "chosen"]]
         chosen = self.chosen
         for place, (first, *others) in self.places.items():
             lines.append([place, *first.cells()[:n_cells], chosen.get(place, "")])

@@ -6,17 +6,19 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.marglik.hyperparameters import outermost_augmentations
+from laplace_invariance.marglik.priors import Priors
 
 __all__ = ["Candidate", "Space"]
 
 NARROWER, WIDER = 2 / 3, 3 / 2
 LEAST = 1e-3  # of a width that counts as open
+STEPS = 40  # of a unit of training
 MOST_OPENED = 2  # further units that are opened beside those of a candidate
 
 
@@ -28,6 +30,15 @@ class Candidate(NamedTuple):
     """
 
     widths: tuple[tuple[str, float], ...]
+
+    @property
+    def n_open(self) -> int:
+        """Number of open ranges."""
+        return len(self.widths)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return widths by name."""
+        return dict(self.widths)
 
     def __str__(self) -> str:
         opened = [f"{name} {width:.2f}" for name, width in self.widths]
@@ -42,9 +53,14 @@ class Space:
     Args:
         model: Model with augmentations.
 
+    Attributes:
+        first_length: Units of training after which candidates are first compared.
+
     Raises:
         ValueError: If the model has no range to learn.
     """
+
+    first_length = 1
 
     def __init__(self, model: nn.Module) -> None:
         found = outermost_augmentations(model)
@@ -52,7 +68,7 @@ class Space:
         if not self._owners:
             raise ValueError(
                 "there is no range to search: the model has no augmentation whose hyperparameters "
-                "require grad"
+                "require grad, nor a ResidualPathway with several paths"
             )
         self._units: dict[tuple[str, ...], tuple[float, ...]] = {}
         self._owner_of: dict[str, tuple[Augmentation, str]] = {}
@@ -66,6 +82,14 @@ class Space:
 
     def _public(self, place: str, name: str) -> str:
         return name if len(self._owners) == 1 else f"{place}.{name}"
+
+    def n_steps(self, n_batches: int) -> int:
+        """Return the number of steps in a unit of training, whatever the number of batches."""
+        return STEPS
+
+    def known(self, widths: Mapping[str, float]) -> Candidate:
+        """Return the candidate that :meth:`Candidate.as_dict` describes."""
+        return Candidate(tuple(widths.items()))
 
     def candidate(self, widths: Mapping[str, float]) -> Candidate:
         """Return the candidate of given ranges.
@@ -85,8 +109,8 @@ class Space:
         kept = [(name, float(widths.get(name, 0.0))) for name in self._owner_of]
         return Candidate(tuple((name, width) for name, width in kept if width > LEAST))
 
-    def put(self, candidate: Candidate) -> None:
-        """Set the ranges of the model to those of a candidate."""
+    def put(self, candidate: Candidate, priors: Priors | None = None) -> None:
+        """Set the ranges of the model to those of a candidate; priors stay as they are."""
         widths = dict(candidate.widths)
         for module in self._owners.values():
             own = {

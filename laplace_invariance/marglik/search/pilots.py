@@ -1,4 +1,4 @@
-"""Pilots: short trainings with fixed ranges, all from the same weights, batches and draws."""
+"""Pilots: short trainings of each candidate, all from the same weights, batches and draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
 from laplace_invariance.marglik.loop import Trainer
-from laplace_invariance.marglik.search.candidates import Candidate, Space
+from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, space_of
 from laplace_invariance.marglik.settings import Settings
 
 __all__ = ["Pilots"]
@@ -37,7 +37,7 @@ class Pilots:
         model: Model as training will start with it.
         settings: Settings of the training.
         random_states: All sources of randomness.
-        n_steps: Number of steps on the weights in a unit of training.
+        n_steps: Number of steps on the weights in a unit of training; None is as the space says.
         n_samples: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that the evidence is estimated from, at most.
         seed: Seed of these examples, and of the draws in estimates.
@@ -48,15 +48,15 @@ class Pilots:
         model: nn.Module,
         settings: Settings,
         random_states: RandomStates,
-        n_steps: int,
+        n_steps: int | None,
         n_samples: int,
         n_examples: int,
         seed: int = SEED,
     ) -> None:
         self._model = model
-        self._space = Space(model)
+        self._space = space_of(model, settings)
         self._random_states = random_states
-        self._n_steps = n_steps
+        self._n_steps = n_steps or self._space.n_steps(len(settings.data.train_loader))
         self._n_samples = n_samples
         self._seed = seed
         self._loader = _some_of(settings, n_examples, seed)
@@ -66,7 +66,12 @@ class Pilots:
             self._trainer = Trainer(model, _without_learning(settings))
         self._start = self._state()
         # units of training so far, and the state of everything then
-        self._states: dict[Candidate, tuple[int, dict[str, Any]]] = {}
+        self._states: dict[AnyCandidate, tuple[int, dict[str, Any]]] = {}
+
+    @property
+    def n_steps(self) -> int:
+        """Number of steps on the weights in a unit of training."""
+        return self._n_steps
 
     @property
     def most_units(self) -> int:
@@ -75,11 +80,11 @@ class Pilots:
         return n_epochs * len(self._batches) // (4 * self._n_steps)
 
     @property
-    def space(self) -> Space:
-        """The ranges to search."""
+    def space(self) -> AnySpace:
+        """The ranges, or the levels of free paths, to search."""
         return self._space
 
-    def evidences(self, candidate: Candidate, length: int) -> dict[int, float]:
+    def evidences(self, candidate: AnyCandidate, length: int) -> dict[int, float]:
         """Return evidences per example of a candidate, by units of training, up to so many.
 
         The number of units is a power of two. Training doubles from one to the next, its step size
@@ -89,7 +94,8 @@ class Pilots:
         known, state = self._states.get(candidate, (0, self._start))
         found = {}
         self._put(state)
-        self._space.put(candidate)
+        if not known:
+            self._space.put(candidate, self._trainer.priors)
         with constant(self._hyperparameters):
             while known < length:
                 more = max(1, known)
@@ -113,7 +119,7 @@ class Pilots:
         self._random_states.load_state_dict(before)
         return found / self._trainer.settings.data.n_data
 
-    def forget(self, keep: Iterable[Candidate]) -> None:
+    def forget(self, keep: Iterable[AnyCandidate]) -> None:
         """Drop the weights of all pilots but some."""
         kept = set(keep)
         self._states = {key: state for key, state in self._states.items() if key in kept}

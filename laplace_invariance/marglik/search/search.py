@@ -1,4 +1,4 @@
-"""A search for ranges to start from: candidates by short trainings, most dropped early."""
+"""A search for a start: candidates by short trainings, most dropped early."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import tqdm
 from torch import nn
 
 from laplace_invariance.marglik.checkpoints import RandomStates
-from laplace_invariance.marglik.search.candidates import Candidate
+from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.search.pilots import Pilots
+from laplace_invariance.marglik.search.spaces import AnyCandidate, described
 from laplace_invariance.marglik.settings import Settings, check_numbers
 from laplace_invariance.tables import table
 
@@ -28,19 +29,20 @@ class Trial:
     """One estimate of a search.
 
     Attributes:
-        ranges: Widths of the ranges that were open, by name.
+        ranges: Widths of the ranges that were open, by name; or, for layers that are sums of
+            paths, levels at which free paths started (``layers.START_LEVELS``), by place.
         n_steps: Number of steps on the weights before the estimate.
         evidence: Log evidence per example.
         loss: By how much it is below that of the best candidate after as many steps.
     """
 
-    ranges: dict[str, float]
+    ranges: dict[str, Any]
     n_steps: int
     evidence: float
     loss: float
 
     def __str__(self) -> str:
-        return str(Candidate(tuple(self.ranges.items())))
+        return described(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class SearchResult:
             [str(trial), f"{trial.evidence:.3f}", f"{trial.loss:.3f}", str(trial.n_steps)]
             for trial in self.trials
         ]
-        header = ["ranges", "log evidence", "lost by", "steps"]
+        is_of_paths = any(isinstance(value, str) for value in self.best.ranges.values())
+        what = "free paths" if is_of_paths else "ranges"
+        header = [what, "log evidence", "lost by", "steps"]
         return table([header, *rows], right=(1, 2, 3))
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,16 +100,22 @@ class Search:
     draws, and the priors are at their optimum for each. Where none is much better than guessing,
     all are trained for longer before any is dropped.
 
+    Where there are no ranges but layers that are sums of paths (``ResidualPathway``), candidates
+    are how far free paths are open at the start: off, closed, half open, open, in all layers or in
+    the last. The initial weights of free paths are rescaled and their prior precisions set, however
+    the model was built, so that the choice does not depend on that.
+
     Attributes:
-        n_steps: Number of steps on the weights before the first estimate of a candidate.
+        n_steps: Number of steps on the weights before the first estimate of a candidate. None is
+            40 for ranges, and five epochs for free paths, which are compared after ten.
         keep: Number of candidates that stay after each comparison.
         n_rounds: Number of times that neighbours of the best are tried, at most.
         oversampling: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that an evidence is estimated from, at most.
-        margin: Gain in evidence per example that a further open range must bring.
+        margin: Gain in evidence per example that a further open range, or layer, must bring.
     """
 
-    n_steps: int = 40
+    n_steps: int | None = None
     keep: int = 3
     n_rounds: int = 3
     oversampling: int = 2
@@ -124,8 +134,9 @@ class Search:
         random_states: RandomStates,
         trials: list[dict[str, Any]],
         save: Callable[[], None],
+        priors: Priors,
     ) -> SearchResult:
-        """Search, and leave the model with the best ranges and its initial weights.
+        """Search, and leave the model at the best start.
 
         Args:
             model: Model as training will start with it.
@@ -133,6 +144,7 @@ class Search:
             random_states: All sources of randomness; they are left as they are.
             trials: Estimates that are known, from an interrupted search; new ones are appended.
             save: Called after every new estimate.
+            priors: Prior precisions of the training, which start as the best candidate has them.
         """
         pilots = Pilots(
             model, settings, random_states, self.n_steps, self.oversampling, self.n_examples
@@ -141,7 +153,7 @@ class Search:
             disable=not settings.output.progress_bar, unit="pilot", desc="search", leave=True
         )
         with bar:
-            return _Searching(self, pilots, trials, save, bar).run()
+            return _Searching(self, pilots, trials, save, bar).run(priors)
 
 
 class _Searching:
@@ -161,10 +173,13 @@ class _Searching:
         self._save = save
         self._bar = bar
         # evidence by candidate and by units of training
-        self._known = {(_candidate(trial), trial["length"]): trial["evidence"] for trial in trials}
-        self._last: dict[Candidate, int] = {}  # units of training of each candidate
+        self._known = {
+            (pilots.space.known(trial["ranges"]), trial["length"]): trial["evidence"]
+            for trial in trials
+        }
+        self._last: dict[AnyCandidate, int] = {}  # units of training of each candidate
 
-    def run(self) -> SearchResult:
+    def run(self, priors: Priors) -> SearchResult:
         first = self._pilots.space.first()
         length = self._compare_first(first)
         first = self._best_first(first, length)
@@ -172,10 +187,10 @@ class _Searching:
         pool = self._continue(first, length)
         pool = self._improve(pool, length, first)
         pool = self._continue(pool, 2 * length)
-        self._pilots.space.put(pool[0])
+        self._pilots.space.put(pool[0], priors)
         return self._result(pool[0])
 
-    def _continue(self, pool: Sequence[Candidate], length: int) -> list[Candidate]:
+    def _continue(self, pool: Sequence[AnyCandidate], length: int) -> list[AnyCandidate]:
         """Train the best candidates for longer, and return them, best first."""
         kept = list(pool[: self._options.keep])
         self._pilots.forget(kept)
@@ -184,8 +199,8 @@ class _Searching:
         return self._best_first(kept, length)
 
     def _improve(
-        self, pool: list[Candidate], length: int, first: Sequence[Candidate]
-    ) -> list[Candidate]:
+        self, pool: list[AnyCandidate], length: int, first: Sequence[AnyCandidate]
+    ) -> list[AnyCandidate]:
         """Try neighbours of the best candidate until none is better; return all, best first."""
         for _ in range(self._options.n_rounds):
             best = pool[0]
@@ -199,10 +214,10 @@ class _Searching:
                 break
         return pool
 
-    def _compare_first(self, pool: Sequence[Candidate]) -> int:
+    def _compare_first(self, pool: Sequence[AnyCandidate]) -> int:
         """Train all until one is clearly better than guessing; return how long, in units."""
         enough = (1 - CLEARLY) * self._pilots.chance()
-        length = 1
+        length = self._pilots.space.first_length
         while True:
             found = [self._try(candidate, length) for candidate in pool]
             if max(found) > enough or 2 * length > self._pilots.most_units:
@@ -210,14 +225,14 @@ class _Searching:
             logger.info("no candidate is much better than guessing after %d units", length)
             length *= 2
 
-    def _try(self, candidate: Candidate, length: int) -> float:
+    def _try(self, candidate: AnyCandidate, length: int) -> float:
         """Return the evidence of a candidate after so many units of training."""
         if (candidate, length) not in self._known:
             found = self._pilots.evidences(candidate, length)
             for units, evidence in found.items():
                 self._known[candidate, units] = evidence
-                ranges = dict(candidate.widths)
-                self._trials.append({"ranges": ranges, "length": units, "evidence": evidence})
+                trial = {"length": units, "evidence": evidence}
+                self._trials.append({"ranges": candidate.as_dict(), **trial})
             self._save()
         self._last[candidate] = max(length, self._last.get(candidate, 0))
         evidence = self._known[candidate, length]
@@ -225,25 +240,21 @@ class _Searching:
         self._bar.set_postfix_str(f"{candidate}: {evidence:.3f}")
         return evidence
 
-    def _best_first(self, candidates: Sequence[Candidate], length: int) -> list[Candidate]:
+    def _best_first(self, candidates: Sequence[AnyCandidate], length: int) -> list[AnyCandidate]:
         """Sort by evidence; what opens fewer ranges is preferred within the margin."""
 
-        def score(candidate: Candidate) -> float:
-            penalty = self._options.margin * len(candidate.widths)
+        def score(candidate: AnyCandidate) -> float:
+            penalty = self._options.margin * candidate.n_open
             return self._known[candidate, length] - penalty
 
         return sorted(candidates, key=score, reverse=True)
 
-    def _result(self, best: Candidate) -> SearchResult:
+    def _result(self, best: AnyCandidate) -> SearchResult:
         trials = {}
         for candidate, length in self._last.items():
             evidence = self._known[candidate, length]
             loss = self._known[best, length] - evidence
-            n_steps = length * self._options.n_steps
-            trials[candidate] = Trial(dict(candidate.widths), n_steps, evidence, loss)
+            n_steps = length * self._pilots.n_steps
+            trials[candidate] = Trial(candidate.as_dict(), n_steps, evidence, loss)
         order = sorted(trials.values(), key=lambda trial: (-trial.n_steps, trial.loss))
         return SearchResult(trials[best], order, self._pilots.chance())
-
-
-def _candidate(trial: Mapping[str, Any]) -> Candidate:
-    return Candidate(tuple(trial["ranges"].items()))
