@@ -11,6 +11,7 @@ differ in where free paths start. The run with a search is built open, as *open*
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ import bench
 from runs import file_name, results, run_missing
 
 RESULTS = bench.ROOT / "benchmarks/results/paths"
+UNFINISHED = bench.ROOT / "benchmarks/results/unfinished"
 DATA = bench.ROOT.parent / "shared/data"
 TASKS = ("digit", "both")
 NEEDED = ("closed", "search", "open")  # before a cell is in the tables
@@ -27,7 +29,7 @@ STARTS = (*NEEDED, "off", "half-open")
 RECIPE = {
     "width": 4,
     "n_train": 2000,
-    "n_test": 2000,
+    "n_test": 1000,
     "n_epochs": 30,
     "batch_size": 50,
     "n_epochs_burnin": 5,
@@ -74,8 +76,13 @@ def train(run: Run) -> dict[str, Any]:
         scale=0.01 if run.start == "closed" else 1.0,
         **RECIPE,
     )
+    unfinished = UNFINISHED / run.path.stem  # from where an interrupted run goes on
     started = time.thread_time()
-    result = layers(config)
+    result = layers(config, unfinished, resume=unfinished.exists())
+    seconds = time.thread_time() - started
+    training = result.training
+    assert training is not None
+    shutil.rmtree(unfinished)
     return {
         **run._asdict(),
         **RECIPE,
@@ -84,9 +91,9 @@ def train(run: Run) -> dict[str, Any]:
         "evidence_error": result.evidence_error,
         "chosen": result.ablation.chosen,
         "ablation": result.ablation.as_dict(),
-        "newton_decrement": result.training.newton_decrement / config.n_train,
+        "newton_decrement": training.newton_decrement / config.n_train,
         "search": result.search,
-        "seconds": time.thread_time() - started,
+        "seconds": seconds,
         "torch": torch.__version__,
     }
 

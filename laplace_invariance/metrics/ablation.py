@@ -147,9 +147,10 @@ def ablation(
     """Return what a trained network loses without each of its paths.
 
     Each path is left out alone, and all free paths (all but the first of every layer) together.
-    Then paths are left out one after the other, those that cost least first, and stay out unless
-    that costs more than ``threshold``. What is left is *chosen*. So of two paths that do the same
-    one is chosen, though either is worth nothing while the other is there.
+    Paths that cost more than ``threshold`` are *chosen*. All others are then left out together; if
+    that costs more, they are left out one after the other, those that cost least first, and stay
+    out unless that costs more than ``threshold``. So of two paths that do the same one is chosen,
+    though either is worth nothing while the other is there.
 
     A path is worth as much as the log evidence falls without it; how that is computed, and what it
     leaves aside, is said at the top of :mod:`laplace_invariance.metrics.ablation`. The model, its
@@ -174,14 +175,10 @@ def ablation(
     network = _Network(la, pathways, loader, test)
     singles = [[path] for path in paths]
     nothing, without_free, *found = network.without([[], free, *singles])
-    order = sorted(range(len(paths)), key=lambda i: nothing.evidence - found[i].evidence)
-    unused: list[Path] = []
-    present = nothing
-    for path in (paths[i] for i in order):
-        (tried,) = network.without([[*unused, path]])
-        if present.evidence - tried.evidence <= threshold:
-            unused.append(path)
-            present = tried
+    costs = {path: nothing.evidence - f.evidence for path, f in zip(paths, found, strict=True)}
+    idle = [path for path, cost in costs.items() if cost <= threshold]
+    unused = network.unused(sorted(idle, key=lambda path: costs[path]), nothing, threshold)
+    (without_unused,) = network.without([unused])
     rows = []
     for path, without in zip(paths, found, strict=True):
         place, name = path
@@ -190,7 +187,7 @@ def ablation(
     return Ablation(
         rows,
         _row(FREE, "", "", nothing, without_free, False),
-        _row(UNUSED, "", "", nothing, present, False),
+        _row(UNUSED, "", "", nothing, without_unused, False),
         nothing.accuracy,
     )
 
@@ -245,13 +242,38 @@ class _Network:
         for name, parameter in la.model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
 
+    def unused(self, idle: Sequence[Path], whole: _Found, threshold: float) -> list[Path]:
+        """Return paths that can be left out together, from those that can be left out alone.
+
+        Args:
+            idle: Paths that cost no more than the threshold alone, those that cost least first.
+            whole: The network with all paths.
+            threshold: Evidence per example that is given up, for all at once or for each.
+        """
+        (together,) = self.without([idle], on_test=False)
+        if whole.evidence - together.evidence <= threshold:
+            return list(idle)
+        found: list[Path] = []
+        present = whole
+        for path in idle:
+            (tried,) = self.without([[*found, path]], on_test=False)
+            if present.evidence - tried.evidence <= threshold:
+                found.append(path)
+                present = tried
+        return found
+
     @torch.no_grad()
-    def without(self, left_out: Sequence[Collection[Path]]) -> list[_Found]:
-        """Return evidence and accuracy without each of several sets of paths."""
+    def without(self, left_out: Sequence[Collection[Path]], on_test: bool = True) -> list[_Found]:
+        """Return evidence and accuracy without each of several sets of paths.
+
+        Args:
+            left_out: The sets.
+            on_test: Whether the accuracy is that on other data, if there are any.
+        """
         la = self._la
         factor = float(la._H_factor)
         losses, correct, n_seen = self._pass(self._loader, left_out)
-        if self._test is not None:
+        if self._test is not None and on_test:
             _, correct, n_seen = self._pass(self._test, left_out)
         found = []
         for paths, loss, right in zip(left_out, losses, correct, strict=True):
