@@ -32,7 +32,7 @@ RECIPE = {
     "n_test": 1000,
     "n_epochs": 30,
     "batch_size": 50,
-    "n_epochs_burnin": 5,
+    "n_epochs_burnin": 10,  # a network at chance would be switched off by its priors
     "marglik_frequency": 5,
 }
 MOST_REGRET = 0.02

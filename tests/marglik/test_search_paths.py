@@ -63,7 +63,7 @@ def test_starts_are_tried_in_all_layers_and_in_the_last():
     assert isinstance(space, PathSpace)
     first = [str(candidate) for candidate in space.first()]
     assert first == ["off", "closed", "half open", "open", "0 closed, 2 open"]
-    assert space.n_steps(7) == 35
+    assert space.n_steps(7) == 70
 
 
 def test_neighbours_close_and_open_the_layers_at_edges():

@@ -54,13 +54,13 @@ class Space:
         model: Model with augmentations.
 
     Attributes:
-        first_length: Units of training after which candidates are first compared.
+        second_length: Units of training after which the best and their neighbours are compared.
 
     Raises:
         ValueError: If the model has no range to learn.
     """
 
-    first_length = 1
+    second_length = 2
 
     def __init__(self, model: nn.Module) -> None:
         found = outermost_augmentations(model)

@@ -27,7 +27,7 @@ __all__ = ["PathCandidate", "PathSpace"]
 
 LEVELS = list(START_LEVELS)  # from closed for good to open
 OPENED = ("half open", "open")
-EPOCHS = 5  # of a unit of training
+EPOCHS = 10  # of a unit of training; in less, starts are ranked wrongly
 
 
 class PathCandidate(NamedTuple):
@@ -71,15 +71,16 @@ class PathSpace:
         settings: Settings of the training.
 
     Attributes:
-        first_length: Units of training after which candidates are first compared. Priors go to
-            their optimum after every unit, so that a path that starts closed can open before.
+        second_length: Units of training after which the best and their neighbours are compared: as
+            for all, since a unit is long. Priors go to their optimum after every unit, and those of
+            a network that has learnt nothing yet would switch it off.
 
     Raises:
         ValueError: If there are no free paths, their prior precision is not learnt, or tensors
             share one that would have to start with several.
     """
 
-    first_length = 2
+    second_length = 1
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = model

@@ -107,7 +107,7 @@ class Search:
 
     Attributes:
         n_steps: Number of steps on the weights before the first estimate of a candidate. None is
-            40 for ranges, and five epochs for free paths, which are compared after ten.
+            40 for ranges, and ten epochs for free paths.
         keep: Number of candidates that stay after each comparison.
         n_rounds: Number of times that neighbours of the best are tried, at most.
         oversampling: Number of samples in estimates, as a multiple of that in training.
@@ -183,7 +183,8 @@ class _Searching:
         first = self._pilots.space.first()
         length = self._compare_first(first)
         first = self._best_first(first, length)
-        length = max(2, length)  # longer, unless hard data have had that already
+        # longer, unless hard data have had that already
+        length = max(self._pilots.space.second_length, length)
         pool = self._continue(first, length)
         pool = self._improve(pool, length, first)
         pool = self._continue(pool, 2 * length)
@@ -217,7 +218,7 @@ class _Searching:
     def _compare_first(self, pool: Sequence[AnyCandidate]) -> int:
         """Train all until one is clearly better than guessing; return how long, in units."""
         enough = (1 - CLEARLY) * self._pilots.chance()
-        length = self._pilots.space.first_length
+        length = 1
         while True:
             found = [self._try(candidate, length) for candidate in pool]
             if max(found) > enough or 2 * length > self._pilots.most_units:

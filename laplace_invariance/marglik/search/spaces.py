@@ -23,10 +23,10 @@ class AnySpace(Protocol):
     """What a search asks of a space: where to start, what is near, and how to put it in.
 
     Attributes:
-        first_length: Units of training after which candidates are first compared.
+        second_length: Units of training after which the best and their neighbours are compared.
     """
 
-    first_length: int
+    second_length: int
 
     def n_steps(self, n_batches: int) -> int:
         """Return the number of steps in a unit of training, for so many batches per epoch."""
