@@ -163,12 +163,11 @@ def summary() -> str:
 
 def searched() -> str:
     """Return a table of what the searches tried: the best, and by how much others lost."""
+    from laplace_invariance.marglik import SearchResult
+
     rows = []
     for (task, seed), found in sorted(cells().items()):
-        state = found["search"]["search"]
-        from laplace_invariance.marglik import SearchResult
-
-        result = SearchResult.from_state_dict(state)
+        result = SearchResult.from_state_dict(found["search"]["search"])
         others = [f"{trial} {trial.loss:.3f}" for trial in result.trials if trial != result.best]
         rows.append([f"{task}, seed {seed}", str(result.best), "; ".join(others)])
     return bench.table(["task", "search starts at", "lost by"], rows)
