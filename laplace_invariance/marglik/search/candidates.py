@@ -55,12 +55,14 @@ class Space:
 
     Attributes:
         second_length: Units of training after which the best and their neighbours are compared.
+        n_estimates: Number of times in a unit of training that priors go to their optimum.
 
     Raises:
         ValueError: If the model has no range to learn.
     """
 
     second_length = 2
+    n_estimates = 1
 
     def __init__(self, model: nn.Module) -> None:
         found = outermost_augmentations(model)

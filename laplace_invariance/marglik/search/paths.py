@@ -72,8 +72,10 @@ class PathSpace:
 
     Attributes:
         second_length: Units of training after which the best and their neighbours are compared: as
-            for all, since a unit is long. Priors go to their optimum after every unit, and those of
-            a network that has learnt nothing yet would switch it off.
+            for all, since a unit is long.
+        n_estimates: Number of times in a unit of training that priors go to their optimum. A path
+            opens or closes by its prior, and weights that were trained with priors far from their
+            optimum have an evidence far below that of guessing.
 
     Raises:
         ValueError: If there are no free paths, their prior precision is not learnt, or tensors
@@ -81,6 +83,7 @@ class PathSpace:
     """
 
     second_length = 1
+    n_estimates = 5
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = model

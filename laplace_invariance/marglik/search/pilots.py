@@ -88,8 +88,8 @@ class Pilots:
         """Return evidences per example of a candidate, by units of training, up to so many.
 
         The number of units is a power of two. Training doubles from one to the next, its step size
-        falls to zero each time, and the priors go to their optimum then. The model and all random
-        states are afterwards as they were before.
+        falls to zero each time, and the priors go to their optimum then, and meanwhile if the space
+        says so. The model and all random states are afterwards as they were before.
         """
         known, state = self._states.get(candidate, (0, self._start))
         found = {}
@@ -99,17 +99,28 @@ class Pilots:
         with constant(self._hyperparameters):
             while known < length:
                 more = max(1, known)
-                self._train(more * self._n_steps)
+                found[known + more] = self._train(more)
                 known += more
-                found[known] = self._assess()
             self._states[candidate] = (known, self._state())
         self._put(self._start)
         return found
 
-    def _train(self, n_steps: int) -> None:
-        """Step the weights, with a step size that falls to zero, so that they come to rest."""
+    def _train(self, n_units: int) -> float:
+        """Train for some units, and return the evidence per example.
+
+        The step size of the weights falls to zero, so that they come to rest.
+        """
+        n_steps = n_units * self._n_steps
+        n_estimates = min(n_steps, n_units * self._space.n_estimates)
         self._trainer.restart_rate(n_steps)
-        self._trainer.train_on(itertools.islice(_endless(self._batches), n_steps))
+        evidence = -math.inf
+        done = 0
+        for i in range(1, n_estimates + 1):
+            until = n_steps * i // n_estimates
+            self._trainer.train_on(itertools.islice(_endless(self._batches), until - done))
+            evidence = self._assess()
+            done = until
+        return evidence
 
     def _assess(self) -> float:
         """Take the priors to their optimum, and return the evidence per example."""

@@ -24,9 +24,11 @@ class AnySpace(Protocol):
 
     Attributes:
         second_length: Units of training after which the best and their neighbours are compared.
+        n_estimates: Number of times in a unit of training that priors go to their optimum.
     """
 
     second_length: int
+    n_estimates: int
 
     def n_steps(self, n_batches: int) -> int:
         """Return the number of steps in a unit of training, for so many batches per epoch."""
