@@ -64,7 +64,7 @@ __all__ = ["LayersConfig", "LayersResult", "layers"]
 
 SIZE = 32  # height and width of images, as the network takes them
 ESTIMATOR = Refit()  # nothing but priors is learnt by evidence, and a pass serves all their steps
-SEARCH = Search(keep=2, n_rounds=1)  # of starts, about the cost of two or three trainings
+SEARCH = Search(keep=2, n_rounds=1)  # of starts: about a dozen trainings of ten epochs
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """What a search tries for layers that are sums of paths: how far free paths are open at the start.
 
-A network that starts with open free paths comes to rest far below one that starts without, and
-neither the gradient of the loss nor the evidence of the priors leads from one to the other. So
-starts are compared like ranges, by pilots: convolutions alone, free paths closed, half open, open
-in the last layers, and open everywhere; then those next to the best.
+Where training ends depends on how far free paths are open at the start. So starts are compared like
+ranges, by pilots: strict paths alone, free paths closed, half open, open in the last layers, and
+open everywhere; then those next to the best.
 """
 
 from __future__ import annotations
