@@ -1,6 +1,7 @@
 """What the benchmarks derive from their measurements."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -88,6 +89,33 @@ def test_suggestions_are_counted_as_they_should_be(module, asked):
     row = module("bench_suggest").details(found[1:2]).splitlines()[2]
     expected = "shear | +0.020 ± 0.100 | not clear | rotation | -0.500 ± 0.100 | lowers it |"
     assert row == f"| mlp, fully rotated | 3 | 50.0 | {expected}"
+
+
+def test_starts_are_compared_by_evidence_and_choice(module, monkeypatch, tmp_path):
+    paths = module("bench_paths")
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    places = ("layer1", "layer2")
+    evidences = {"closed": -1.01, "search": -1.0, "open": -2.0}
+    for start, evidence in evidences.items():
+        result = {
+            **{"task": "digit", "seed": 0, "start": start, "evidence": evidence},
+            **{"accuracy": 0.9, "seconds": 10.0, "search": None},
+            "chosen": dict.fromkeys(places, "CONV"),
+            "ablation": {
+                "rows": [{"place": place} for place in places],
+                "free": {"accuracy": 0.8},
+            },
+        }
+        if start == "open":
+            result["chosen"] = {"layer2": "CONV+F-FC"}
+        path = paths.Run("digit", 0, start).path
+        path.write_text(json.dumps(result))
+    rows = [[cell.strip() for cell in line.split("|")] for line in paths.summary().splitlines()]
+    found = {row[1]: row[2:5] for row in rows[2:]}
+    assert found["closed"] == ["1 of 1", "1 of 1", "0.010"]
+    assert found["open"] == ["0 of 1", "0 of 1", "1.000"]
+    assert "| cc |" in paths.details()
+    assert "| -B |" in paths.details()
 
 
 def test_every_benchmark_has_its_marks_and_is_run_by_make():

@@ -17,6 +17,7 @@ WeightsSubset = Literal["all", "last_layer"]
 LearnMethod = Literal["evidence", "none", "augerino", "fixed", "trivial-augment"]
 Start = Literal["search", "closed"]
 LayersMethod = Literal["evidence", "map"]
+PathsStart = Literal["closed", "search", "off", "half-open", "open"]
 LayersTask = Literal["plain", "digit", "both"]
 PriorStructure = Literal["layerwise", "path", "scalar"]
 MeasureMethod = Literal["plain", "augmented", "regularised", "tied", "evidence"]
@@ -53,6 +54,13 @@ SUBSETS_OF_WEIGHTS: dict[WeightsSubset, str] = {
 LAYERS_METHODS: dict[LayersMethod, str] = {
     "evidence": "prior precisions learnt by evidence",
     "map": "prior precisions fixed at 1, the evidence estimated once at the end",
+}
+PATHS_STARTS: dict[PathsStart, str] = {
+    "closed": "nearly switched off, by --scale and --free-precision",
+    "search": "where short trainings of several starts have the highest evidence",
+    "off": "at zero",
+    "half-open": "at unit scale, the first factor of factored paths held by a narrow prior",
+    "open": "at unit scale, with prior precisions of 1",
 }
 LAYERS_TASKS: dict[LayersTask, str] = {
     "plain": "images as they are",

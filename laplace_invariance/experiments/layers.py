@@ -9,6 +9,8 @@ matter, and something freer where they do.
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,12 +33,28 @@ from laplace_invariance.experiments.base import (
     training_seconds,
     with_error,
 )
-from laplace_invariance.experiments.choices import LAYERS_METHODS, LAYERS_TASKS
+from laplace_invariance.experiments.choices import LAYERS_METHODS, LAYERS_TASKS, PATHS_STARTS
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LayersConfig
-from laplace_invariance.layers import Standardise, closed_paths, equivariant_cnn
-from laplace_invariance.marglik import MAP, Evidence, Objective, Refit, Result, marglik_training
-from laplace_invariance.metrics import LayerReport, PathReport, layer_report
+from laplace_invariance.layers import (
+    Standardise,
+    closed_paths,
+    equivariant_cnn,
+    free_paths,
+    rescale_paths,
+    start_precisions,
+)
+from laplace_invariance.marglik import (
+    MAP,
+    Evidence,
+    Objective,
+    Refit,
+    Result,
+    Search,
+    SearchResult,
+    marglik_training,
+)
+from laplace_invariance.metrics import Ablation, LayerReport, PathReport, ablation, layer_report
 from laplace_invariance.tables import labelled
 
 if TYPE_CHECKING:
@@ -46,6 +64,7 @@ __all__ = ["LayersConfig", "LayersResult", "layers"]
 
 SIZE = 32  # height and width of images, as the network takes them
 ESTIMATOR = Refit()  # nothing but priors is learnt by evidence, and a pass serves all their steps
+SEARCH = Search(keep=2, n_rounds=1)  # of starts: about a dozen trainings of ten epochs
 
 
 @dataclass(frozen=True)
@@ -57,8 +76,11 @@ class LayersResult:
         accuracy: Accuracy on the test images.
         evidence: Log evidence per training image, of all directions of the loss Hessian.
         evidence_error: Standard error of the evidence; 0 if it is exact, as up to 33 classes.
-        seconds: Duration of training, estimates included.
+        seconds: Duration of search and training, estimates included.
+        ablation: What the network loses without each path, and which it needs.
         report: How much of each path is in use.
+        search: What the search for a start tried: the best trial, all trials, and the evidence of
+            guessing; None without a search.
         history: Records of ``marglik_training``, one per epoch.
         training: What ``marglik_training`` returned; None if the result was read from a file.
     """
@@ -68,8 +90,10 @@ class LayersResult:
     evidence: float
     evidence_error: float
     seconds: float
+    ablation: Ablation = field(repr=False)
     report: LayerReport = field(repr=False, compare=False)
     history: list[dict[str, Any]] = field(repr=False, compare=False)
+    search: dict[str, Any] | None = field(default=None, repr=False)
     training: Result | None = field(default=None, repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
@@ -81,7 +105,9 @@ class LayersResult:
             "evidence_error": self.evidence_error,
             "seconds": self.seconds,
             "chosen": self.report.chosen,
+            "ablation": self.ablation.as_dict(),
             "report": self.report.as_dict(),
+            "search": self.search,
         }
 
     def __str__(self) -> str:
@@ -93,12 +119,33 @@ class LayersResult:
             labelled("task", f"{config.task}: {LAYERS_TASKS[config.task]}"),
             labelled("network", f"{config.kind}, width {config.width}"),
             labelled("method", f"{config.method}: {LAYERS_METHODS[config.method]}"),
+            labelled("start", self._start_words()),
             labelled("layers", ", ".join(self.report.chosen.values())),
             labelled("test accuracy", f"{self.accuracy:.1%}"),
+            labelled("without", _without_words(self.ablation)),
             labelled("log evidence", f"{evidence} per training image"),
             labelled("time", f"{self.seconds:.0f} s"),
         ]
         return "\n".join([str(self.report), "", *lines])
+
+    def _start_words(self) -> str:
+        """Return where free paths start, and what the search tried if there was one."""
+        if self.search is None:
+            return f"{self.config.start}: {PATHS_STARTS[self.config.start]}"
+        found = SearchResult.from_state_dict(self.search)
+        words = f"search over {len(found.trials)} candidates, starts at: {found.best}"
+        others = [trial for trial in found.trials if trial != found.best]
+        if others:
+            words += f"; next {others[0]}, lost by {others[0].loss:.3f}"
+        return words
+
+
+def _without_words(ablation: Ablation) -> str:
+    """Return what all free paths, and what all paths that were not chosen, are worth."""
+    words = []
+    for row in (ablation.free, ablation.unused):
+        words.append(f"{row.place}: accuracy {row.accuracy:.1%}, evidence {-row.cost:+.3f}")
+    return "; ".join(words)
 
 
 def layers(
@@ -126,9 +173,11 @@ def layers(
             return finished
         train, test, n_classes = _data(config)
         model = _model(config, train.tensors[0], n_classes)
+        if config.start == "search" and not free_paths(model):
+            raise ValueError(f"there is no start to search: {config.kind!r} has no free path")
         directory.begin()
         result = _train(config, train, test, model, directory, progress_bar)
-        directory.save("report.txt", str(result.report))
+        directory.save("report.txt", f"{result.report}\n\n{result.ablation}")
         _draw(directory, result, len(train))
         directory.save("summary.json", result.summary())
     return result
@@ -145,7 +194,14 @@ def _read(config: LayersConfig, directory: RunDirectory) -> LayersResult | None:
     names = ("accuracy", "evidence", "evidence_error", "seconds")
     numbers = {name: summary[name] for name in names}
     history = [json.loads(line) for line in path.read_text().splitlines()]
-    return LayersResult(config, **numbers, report=LayerReport(rows), history=history)
+    return LayersResult(
+        config,
+        **numbers,
+        ablation=Ablation.from_dict(summary["ablation"]),
+        report=LayerReport(rows),
+        history=history,
+        search=summary["search"],
+    )
 
 
 def _data(config: LayersConfig) -> tuple[TensorDataset, TensorDataset, int]:
@@ -189,6 +245,7 @@ def _train(
     directory: RunDirectory,
     progress_bar: bool,
 ) -> LayersResult:
+    started = time.perf_counter()
     loader = DataLoader(train, config.batch_size, shuffle=True)
     recipe = cosine_recipe(
         config.n_epochs,
@@ -206,7 +263,8 @@ def _train(
         objective=_objective(config),
         estimator=ESTIMATOR,
         prior_structure=config.prior_structure,
-        prior_prec_init=_initial_precisions(config, model),
+        prior_prec_init=_start(config, model),
+        search=SEARCH if config.start == "search" else None,
         lr_hyp=config.lr_hyp,
         marglik_batch_size=config.marglik_batch_size,
         valid_loader=DataLoader(TensorDataset(*test[:N_SHOWN]), TEST_BATCH),
@@ -217,14 +275,18 @@ def _train(
         **recipe,
     )
     assert isinstance(training.la, ParametricLaplace)  # since prior precisions are learnt
+    seconds = max(training_seconds(training.history), time.perf_counter() - started)
+    without = ablation(training.la, loader, DataLoader(test, TEST_BATCH))
     return LayersResult(
         config,
         accuracy=accuracy(model, test),
         evidence=training.evidence / len(train),
         evidence_error=training.evidence_error / len(train),
-        seconds=training_seconds(training.history),
-        report=layer_report(training.la),
+        seconds=seconds,
+        ablation=without,
+        report=layer_report(training.la, without),
         history=training.history,
+        search=None if training.search is None else training.search.state_dict(),
         training=training,
     )
 
@@ -235,12 +297,19 @@ def _objective(config: LayersConfig) -> Objective:
     return Evidence()
 
 
-def _initial_precisions(config: LayersConfig, model: nn.Module) -> float | dict[str, float]:
-    """Return prior precisions that start free paths nearly switched off, where these are learnt."""
+def _start(config: LayersConfig, model: nn.Module) -> float | dict[str, float]:
+    """Rescale free paths to their start, if it is not closed; return initial prior precisions."""
     if config.method != "evidence" or config.prior_structure not in ("layerwise", "path"):
         return 1.0
     shared = config.prior_structure == "path"
-    return closed_paths(model, config.free_precision, shared=shared) or 1.0
+    if config.start == "closed":
+        return closed_paths(model, config.free_precision, shared=shared) or 1.0
+    if config.start == "search":
+        return 1.0
+    levels = dict.fromkeys(free_paths(model), config.start.replace("-", " "))
+    rescale_paths(model, levels)
+    found = start_precisions(model, levels, shared=shared)
+    return {re.escape(name): precision for name, precision in found.items()} or 1.0
 
 
 def _draw(directory: RunDirectory, result: LayersResult, n_train: int) -> None:

@@ -8,12 +8,21 @@ from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
 from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp
 from laplace_invariance.layers.paths import PATHS, PathKind, PathSpec, pathway
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
-from laplace_invariance.layers.residual import OnGroup, ResidualPathway, closed_paths
+from laplace_invariance.layers.residual import OnGroup, ResidualPathway
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
+from laplace_invariance.layers.starts import (
+    START_LEVELS,
+    StartLevel,
+    closed_paths,
+    free_paths,
+    rescale_paths,
+    start_precisions,
+)
 from laplace_invariance.layers.symmetry import Group
 
 __all__ = [
     "PATHS",
+    "START_LEVELS",
     "Basis",
     "FactoredLinear2d",
     "FixupResNet",
@@ -33,10 +42,14 @@ __all__ = [
     "SparseConv2d",
     "SparseLinear2d",
     "Standardise",
+    "StartLevel",
     "closed_paths",
     "cnn",
     "convert",
     "equivariant_cnn",
+    "free_paths",
     "mlp",
     "pathway",
+    "rescale_paths",
+    "start_precisions",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["OnGroup", "ResidualPathway", "closed_paths"]
+__all__ = ["OnGroup", "ResidualPathway"]
 
 
 class ResidualPathway(nn.Module):
@@ -48,6 +49,7 @@ class ResidualPathway(nn.Module):
                 raise TypeError(f"path {name!r} must be a module, got {type(path).__name__}")
             self.add_module(name, path)
         self.pool = pool
+        self._off: frozenset[str] = frozenset()
 
     @property
     def paths(self) -> dict[str, nn.Module]:
@@ -56,8 +58,30 @@ class ResidualPathway(nn.Module):
         children = self._modules.items()
         return {name: path for name, path in children if path is not None and name != "pool"}
 
+    @contextmanager
+    def without(self, *names: str) -> Iterator[None]:
+        """Leave paths out of the sum inside the context; weights and shapes stay as they are.
+
+        Args:
+            *names: Names of the paths that are left out.
+
+        Raises:
+            ValueError: If there is no such path.
+        """
+        unknown = [name for name in names if name not in self.paths]
+        if unknown:
+            raise ValueError(f"there is no path {unknown[0]!r}, only {', '.join(self.paths)}")
+        before = self._off
+        self._off = before | frozenset(names)
+        try:
+            yield
+        finally:
+            self._off = before
+
     def forward(self, x: Tensor) -> Tensor:
         outputs = {name: path(x) for name, path in self.paths.items()}
+        for name in self._off:
+            outputs[name] = torch.zeros_like(outputs[name])
         if self.pool is None:
             return _sum(outputs)
         size = max(y.shape[-2:] for y in outputs.values())
@@ -94,58 +118,3 @@ class OnGroup(nn.Module):
         if x.ndim == 5:  # an image is not on the group yet
             x = x.flatten(1, 2)
         return self.layer(x).unflatten(1, (-1, self.order))
-
-
-def closed_paths(
-    model: nn.Module, precision: float = 1e3, *, shared: bool = False
-) -> dict[str, float]:
-    """Return prior precisions with which training starts with nearly strict symmetry.
-
-    All paths but the first of each :class:`ResidualPathway` are closed. Small weights alone do
-    not keep a free path closed, as an optimiser such as Adam changes small weights as fast as
-    others before the evidence is first estimated. Give these to training by evidence::
-
-        marglik_training(net, loader, prior_prec_init=closed_paths(net))
-
-    Parts of a layer that start otherwise say so by a property ``closed_precisions``, as the
-    first factor of factored layers does (:class:`FactoredMap2d`). With ``precision`` for both
-    factors, those of small layers would vanish, and with them the gradients of both: what is
-    closed too early would stay closed.
-
-    Args:
-        model: Any module with pathways, their strictest path first.
-        precision: Precision of what is closed.
-        shared: Use ``precision`` for both factors; for a ``prior_structure`` in which these
-            share theirs, such as ``"path"``.
-
-    Returns:
-        Precisions by regular expression, one for each trainable tensor of the paths concerned,
-        but not for a layer's ``own_prior_parameters``, the size of which says nothing about how
-        much of a path is used.
-    """
-    found: dict[str, float] = {}
-    for place, pathway in model.named_modules():
-        if not isinstance(pathway, ResidualPathway):
-            continue
-        _, *others = pathway.paths.items()
-        for name, path in others:
-            for tensor, value in _closed(path, precision, shared):
-                found[re.escape(_joined(place, name, tensor))] = value
-    return found
-
-
-def _closed(path: nn.Module, precision: float, shared: bool) -> Iterator[tuple[str, float]]:
-    """Yield the name of every tensor by which a path is closed, and its initial precision."""
-    precisions: dict[str, float] = {}  # by name of a part; parts come after the layer they are in
-    for part, module in path.named_modules():
-        if not shared:
-            for child, value in getattr(module, "closed_precisions", {}).items():
-                precisions[_joined(part, child)] = value
-        own = getattr(module, "own_prior_parameters", ())
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and name not in own:
-                yield _joined(part, name), precisions.get(part, precision)
-
-
-def _joined(*names: str) -> str:
-    return ".".join(filter(None, names))

@@ -232,6 +232,7 @@ class Priors:
         first = next(iter(self._parameters.values()))
         initial = _initial_precisions(settings.prior_prec_init, _trainable_names(model))
         self._fixed_precision = temperature * first.new_tensor([initial[n] for n in self._fixed])
+        self._initial = initial
         self.log_precision = self._initial_logarithms(initial, first)
         self.log_precision.requires_grad_()
         self.learnt = [self.log_precision]
@@ -276,6 +277,19 @@ class Priors:
             return found
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         return found.repeat_interleave(torch.tensor(sizes, device=like.device))
+
+    @torch.no_grad()
+    def start_from(self, precisions: Mapping[str, float]) -> None:
+        """Start from other precisions of some tensors; others have those of the settings.
+
+        Args:
+            precisions: Initial precisions by name of the tensor.
+
+        Raises:
+            ValueError: If tensors that share a precision would have several.
+        """
+        initial = self._initial | dict(precisions)
+        self.log_precision.copy_(self._initial_logarithms(initial, self.log_precision))
 
     @property
     def precision(self) -> Tensor:

@@ -21,7 +21,7 @@ from laplace_invariance.marglik.checkpoints import Journal, RandomStates
 from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
-from laplace_invariance.marglik.search import Search, SearchResult, Space
+from laplace_invariance.marglik.search import Search, SearchResult, space_of
 from laplace_invariance.marglik.settings import (
     Callback,
     DataSettings,
@@ -75,7 +75,7 @@ class Result:
         skipped: Number of steps that were skipped because something was not finite, by kind.
         newton_decrement: By how much a Newton step on the weights would raise their log posterior,
             which a Laplace approximation takes for a mode, where it is zero.
-        search: What a search for ranges tried, and by how much it lost; None without a search.
+        search: What a search tried, and by how much it lost; None without a search.
     """
 
     la: BaseLaplace
@@ -215,7 +215,9 @@ def marglik_training(
             :class:`~laplace_invariance.marglik.Search` with other options, tries many in short
             trainings first, and starts from those with the highest evidence. Then ranges take only
             steps whose direction is clear, so that noise does not open what the search has closed.
-            Its cost is about that of 1,600 steps on the weights, for six ranges.
+            Its cost is about that of 1,600 steps on the weights, for six ranges. Of a model without
+            ranges it tries how far the free paths of its layers (``ResidualPathway``) are open at
+            the start.
         lr_aug: Step size of hyperparameters in the first epoch. None is 0.3, large, so that ranges
             open before the weights have settled for narrow ones; or 0.1 after a search.
         lr_aug_min: Step size at which half a cosine over the epochs ends; None is a hundredth of
@@ -279,7 +281,7 @@ def marglik_training(
     trainer = Trainer(model, settings)
     chosen_search = settings.hyperparameters.search
     if chosen_search is not None:  # fail before anything is written if there is nothing to search
-        Space(model)
+        space_of(model, settings)
         with torch.random.fork_rng(devices=[]):
             check_targets(targets_of(settings.data))
     trainer.estimator.rehearse()
@@ -304,9 +306,15 @@ def _chosen_search(search: bool | Search | None) -> Search | None:
 def _search(
     search: Search, trainer: Trainer, random_states: RandomStates, journal: Journal
 ) -> None:
-    """Search for ranges to start from, or go on with a search."""
-    trials = trainer.search["trials"]
-    found = search.run(trainer.model, trainer.settings, random_states, trials, journal.save)
+    """Search for a start, or go on with a search."""
+    found = search.run(
+        trainer.model,
+        trainer.settings,
+        random_states,
+        trainer.search["trials"],
+        journal.save,
+        trainer.priors,
+    )
     if not found.is_clear:
         warnings.warn(
             "no candidate of the search was better than guessing; its choice means little: train "

@@ -1,6 +1,7 @@
 """How much of each layer is in use, how equivariant it is, how invariant a network really is."""
 
 from laplace_invariance import _laplace  # noqa: F401
+from laplace_invariance.metrics.ablation import Ablation, AblationRow, ablation
 from laplace_invariance.metrics.equivariance import equivariance_error
 from laplace_invariance.metrics.genuine import (
     Invariance,
@@ -24,6 +25,8 @@ from laplace_invariance.metrics.usage import (
 )
 
 __all__ = [
+    "Ablation",
+    "AblationRow",
     "Invariance",
     "InvarianceError",
     "InvarianceReport",
@@ -31,6 +34,7 @@ __all__ = [
     "LayerReport",
     "PathReport",
     "SpectrumRecorder",
+    "ablation",
     "effective_parameters",
     "equivariance_error",
     "invariance_report",

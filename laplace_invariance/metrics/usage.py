@@ -5,6 +5,10 @@ A tensor with curvature eigenvalues ``l_i`` and prior precision ``d`` has ``gamm
 prior. A path with a large prior precision has none, whatever its size, and the layer is then
 what the other paths make it. Paths differ in their number of parameters ``P``, so they are
 compared by ``gamma / P``, relative to the sum over the paths of a layer.
+
+These shares say how much of a path the data determine, not how much the network needs it: one
+with a share of a few percent may fail without. What a layer chose is therefore decided by leaving
+paths out (:mod:`laplace_invariance.metrics.ablation`), if the data are there to do so.
 """
 
 from __future__ import annotations
@@ -15,17 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
-from laplace.utils.matrix import KronDecomposed
 from torch import Tensor, nn
 
-from laplace_invariance.curvature import DifferentiableKronDecomposed
 from laplace_invariance.layers.paths import label_of
 from laplace_invariance.layers.residual import ResidualPathway
+from laplace_invariance.metrics.ablation import Ablation
+from laplace_invariance.metrics.fitted import curvature_spectra, tensors_of
 from laplace_invariance.tables import table
 
 __all__ = ["LayerReport", "PathReport", "effective_parameters", "layer_report"]
 
-# Share of a layer from which on a path counts: a layer with a free path in use has no symmetry.
+# Share of a layer from which on a path counts, where nothing better is known.
 IN_USE = 0.05
 HEADER = (
     "place",
@@ -36,37 +40,8 @@ HEADER = (
     "effective",
     "normalised",
     "relative",
-    "chosen",
 )
-
-
-def _eigenvalues(precision: KronDecomposed) -> list[Tensor]:
-    """Return the eigenvalues of the curvature of every tensor."""
-    if isinstance(precision, DifferentiableKronDecomposed):
-        return precision.curvature_spectra()
-    found = []
-    for values in precision.eigenvalues:
-        found.append(torch.outer(*values) if len(values) == 2 else values[0])
-    return found
-
-
-def _tensors(la: ParametricLaplace) -> dict[str, nn.Parameter]:
-    """Return the tensors that have a posterior, by name; raise unless these are all weights."""
-    needed = (
-        "effective parameters need a fitted Laplace approximation of all weights, "
-        f"'kron', 'diag' or 'full'; got {type(la).__name__}"
-    )
-    if not isinstance(la, KronLaplace | DiagLaplace | FullLaplace):
-        raise TypeError(needed)
-    names = {id(parameter): name for name, parameter in la.model.named_parameters()}
-    params = getattr(la, "params", [])
-    if not names.keys() >= set(map(id, params)):
-        raise TypeError(needed)
-    if la.n_data == 0 or la.n_params != sum(map(Tensor.numel, params)):
-        raise TypeError(f"{needed} before fit()")
-    if isinstance(la, KronLaplace) and not isinstance(la.H, KronDecomposed):
-        raise TypeError(needed)
-    return {names[id(parameter)]: parameter for parameter in params}
+LEFT_OUT = ("costs", "accuracy")  # of what is without the path, if that is known
 
 
 @torch.no_grad()
@@ -80,11 +55,14 @@ def effective_parameters(la: ParametricLaplace) -> dict[str, float]:
     Raises:
         TypeError: If it is another one, or was not fitted.
     """
-    tensors = _tensors(la)
+    tensors = tensors_of(la)
     if isinstance(la, KronLaplace):
         precision = la.posterior_precision
         spectra = zip(
-            tensors, _eigenvalues(precision), precision.deltas.expand(len(tensors)), strict=True
+            tensors,
+            curvature_spectra(precision),
+            precision.deltas.expand(len(tensors)),
+            strict=True,
         )
         return {name: (l_i / (l_i + delta)).sum().item() for name, l_i, delta in spectra}
     if isinstance(la, DiagLaplace):
@@ -114,7 +92,11 @@ class PathReport:
         normalised: Effective number over the number of parameters that are not frozen.
         relative: Normalised number over the sum of those of the layer's paths; None if one of
             them is frozen, or none is in use.
-        chosen: Whether the relative number is 5 percent or more.
+        chosen: Whether the network needs the path, by ablation; without one, whether the relative
+            number is 5 percent or more.
+        cost: By how much the log evidence per training example is lower without the path; None
+            without ablation.
+        accuracy: Accuracy without the path; None without ablation, or of a regression.
     """
 
     place: str
@@ -128,6 +110,8 @@ class PathReport:
     normalised: float | None
     relative: float | None = None
     chosen: bool = False
+    cost: float | None = None
+    accuracy: float | None = None
 
     @property
     def name(self) -> str:
@@ -146,6 +130,8 @@ class PathReport:
             _text(self.effective, ".1f", missing="frozen"),
             _text(self.normalised, ".2e"),
             _text(self.relative, ".1%"),
+            _text(self.cost, ".3f"),
+            _text(self.accuracy, ".1%"),
         ]
 
 
@@ -189,12 +175,16 @@ class LayerReport:
         return found
 
     def __str__(self) -> str:
-        lines: list[Sequence[str]] = [HEADER]
+        header = [*HEADER]
+        if any(row.cost is not None for row in self.rows):
+            header += LEFT_OUT
+        n_cells = len(header) - 1
+        lines: list[Sequence[str]] = [[*header, "chosen"]]
         chosen = self.chosen
         for place, (first, *others) in self.places.items():
-            lines.append([place, *first.cells(), chosen.get(place, "")])
-            lines += [["", *row.cells(), ""] for row in others]
-        return table(lines, right=range(2, 8))
+            lines.append([place, *first.cells()[:n_cells], chosen.get(place, "")])
+            lines += [["", *row.cells()[:n_cells], ""] for row in others]
+        return table(lines, right=range(2, n_cells + 1))
 
     __repr__ = __str__
 
@@ -204,11 +194,13 @@ class _TensorUse(NamedTuple):
     precision: float | None
 
 
-def layer_report(la: ParametricLaplace) -> LayerReport:
+def layer_report(la: ParametricLaplace, ablation: Ablation | None = None) -> LayerReport:
     """Return how much of every path of every ``ResidualPathway`` in the model is in use.
 
     Args:
         la: Fitted Laplace approximation of all weights, such as ``marglik_training(...).la``.
+        ablation: What the network loses without each path, ``ablation(la, loader)``, which decides
+            what was chosen. None decides by shares, which is only a guess.
 
     Raises:
         TypeError: If it is another one, or was not fitted.
@@ -223,12 +215,20 @@ def layer_report(la: ParametricLaplace) -> LayerReport:
             rows += _compared([_report(place, *path, uses) for path in module.paths.items()])
     if not found:
         raise ValueError("the model has no ResidualPathway, whose paths could be compared")
+    if ablation is not None:
+        rows = [_decided(row, ablation) for row in rows]
     return LayerReport(rows)
+
+
+def _decided(row: PathReport, ablation: Ablation) -> PathReport:
+    """Return a row with what is known of the network without the path."""
+    without = ablation.row(row.place, row.path)
+    return replace(row, cost=without.cost, accuracy=without.accuracy, chosen=without.chosen)
 
 
 def _uses(la: ParametricLaplace) -> dict[int, _TensorUse]:
     """Return effective parameters and prior precision of every tensor, by its id."""
-    tensors = _tensors(la)
+    tensors = tensors_of(la)
     effective = effective_parameters(la)
     precisions: list[float | None] = [None] * len(tensors)
     if la.prior_precision.numel() in (1, len(tensors)):

@@ -11,6 +11,7 @@ from laplace_invariance import marglik
 from laplace_invariance.experiments import layers as module
 from laplace_invariance.experiments.layers import LayersConfig, layers
 from laplace_invariance.experiments.learn import LearnConfig, learn
+from laplace_invariance.marglik.search import PathSpace
 
 SMALL = {
     "width": 1,
@@ -41,7 +42,10 @@ def test_directory_has_everything(finished):
     assert summary["chosen"] == result.report.chosen
     assert list(summary["report"]) == [f"layer{i}" for i in range(1, 9)]
     assert set(summary["report"]["layer3"]) == {"conv", "f_fc"}
-    assert (out / "report.txt").read_text() == f"{result.report}\n"
+    assert summary["ablation"] == result.ablation.as_dict()
+    assert summary["chosen"] == result.ablation.chosen
+    assert summary["search"] is None
+    assert (out / "report.txt").read_text() == f"{result.report}\n\n{result.ablation}\n"
     assert len((out / "history.jsonl").read_text().splitlines()) == 2
     assert 0 <= result.accuracy <= 1
 
@@ -81,6 +85,7 @@ def test_finished_run_is_read_and_not_overwritten(finished):
     assert again == result
     assert again.training is None
     assert again.report.as_dict() == result.report.as_dict()
+    assert again.ablation == result.ablation
     assert again.history == result.history
     assert str(again) == str(result)
     with pytest.raises(ValueError, match="another experiment: it differs in task, seed"):
@@ -116,7 +121,9 @@ def test_map_keeps_priors_and_estimates_the_evidence_once():
     assert all(record["evidence"] is None for record in result.history)
     assert set(result.training.prior_precisions.values()) == {1.0}
     assert {row.precision for row in result.report.rows} == {1.0}
-    assert set(result.report.chosen.values()) == {"CONV"}
+    costs = [row.cost for row in result.ablation.rows]
+    assert [row.cost for row in result.report.rows] == costs
+    assert set(result.report.chosen.values()) <= {"CONV"}
 
 
 @pytest.fixture
@@ -161,6 +168,44 @@ def test_rotated_images_differ_and_labels_do_not(asked):
     assert (upright - rotated).abs().mean() > 0.05
 
 
+def test_free_paths_start_where_they_are_told(asked):
+    precisions, norms = {}, {}
+    for start in ("closed", "off", "half-open", "open", "search"):
+        model, _, options = asked(start=start)
+        precisions[start] = options["prior_prec_init"]
+        norms[start] = model.layer2.f_fc.theta_1.weight.norm().item()
+        assert (options["search"] is not None) == (start == "search")
+    assert norms["off"] == 0
+    assert norms["open"] == norms["half-open"] > 50 * norms["closed"] > 0
+    inner, outer = (rf"layer2\.f_fc\.theta_{i}\.weight" for i in (2, 1))
+    assert precisions["closed"][outer] == precisions["off"][outer] == 1e3
+    assert precisions["half-open"][inner] == precisions["closed"][inner] == 4 * 1024
+    assert precisions["half-open"][outer] == precisions["open"][inner] == 1.0
+    assert precisions["search"] == 1.0
+
+
+@pytest.fixture
+def small_search(monkeypatch):
+    """Searches of a few steps, over two candidates."""
+    search = marglik.Search(n_steps=1, keep=1, n_rounds=1, n_examples=20)
+    monkeypatch.setattr(module, "SEARCH", search)
+    first = PathSpace.first
+    monkeypatch.setattr(PathSpace, "first", lambda self: first(self)[:2])
+    monkeypatch.setattr(PathSpace, "neighbours", lambda self, candidate: [])
+
+
+def test_search_is_told_kept_and_resumed(tmp_path, small_search):
+    config = LayersConfig(start="search", task="digit", **SMALL | {"n_train": 20, "batch_size": 20})
+    result = layers(config, tmp_path)
+    found = marglik.SearchResult.from_state_dict(result.search)
+    assert f"starts at: {found.best}" in str(result)
+    assert set(found.best.ranges) == {f"layer{i}" for i in range(1, 9)}
+    assert {str(trial) for trial in found.trials} == {"off", "closed"}
+    again = layers(config, tmp_path, resume=True)
+    assert again == result
+    assert str(again) == str(result)
+
+
 # The command line.
 
 
@@ -169,7 +214,9 @@ def test_layers_prints_the_report(tmp_path, capfd, run_cli):
     out = tmp_path / "run"
     run_cli(f"layers {words} --out", out)
     printed, err = capfd.readouterr()
-    assert (out / "report.txt").read_text() in printed
+    report, left_out = (out / "report.txt").read_text().split("\n\n")
+    assert report in printed
+    assert "all free paths" in left_out
     assert "layer8  s_conv (S-CONV)" in printed
     for word in ("test accuracy", "log evidence", "plain: images as they are", "layers.png"):
         assert word in printed
@@ -193,6 +240,10 @@ def test_layers_prints_the_report(tmp_path, capfd, run_cli):
         ("--width -1", "width must be positive and finite, got -1"),
         ("--kind conv+conv", "which has a path twice"),
         ("--kind conv+dense", "'dense' in 'conv.dense'"),
+        ("--kind conv --start search --width 1 --train 20", "'conv' has no free path"),
+        ("--method map --start open", "start 'open' needs prior precisions of free paths"),
+        ("--prior scalar --start search", "start 'search' needs prior precisions"),
+        ("--scale 0 --start half-open", "scale must be positive"),
     ],
 )
 def test_layers_explains_bad_arguments_and_writes_nothing(tmp_path, run_cli, arguments, match):

@@ -1,6 +1,4 @@
-"""Sums of paths: what they compute, their curvature, and how free ones start closed."""
-
-import re
+"""Sums of paths: what they compute, and their curvature."""
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from laplace_invariance.curvature import (
 from laplace_invariance.layers import (
     FactoredLinear2d,
     ResidualPathway,
-    SparseLinear2d,
-    closed_paths,
-    equivariant_cnn,
 )
 
 
@@ -70,52 +65,22 @@ def test_the_curvature_of_a_pathway_is_that_of_its_paths():
         torch.testing.assert_close(kron.to_matrix()[part, part], exact[part, part])
 
 
-def test_paths_but_the_first_start_closed():
-    net = nn.Sequential(equivariant_cnn("f_fc+conv+gconv", 1, 3, width=2))
-    found = closed_paths(net, 50.0)
-    names = [name for name, _ in net.named_parameters()]
-    by_name = {
-        n: next((v for pattern, v in found.items() if re.fullmatch(pattern, n)), None)
-        for n in names
-    }
-    assert {n for n, v in by_name.items() if v is None} == {
-        n for n in names if ".gconv." in n or "layer9" in n or "layer10" in n
-    }
-    assert (
-        by_name["0.layer1.conv.layer.weight"] == by_name["0.layer1.f_fc.layer.theta_1.bias"] == 50.0
-    )
-    assert (
-        by_name["0.layer1.f_fc.layer.theta_2.weight"] == 4 * 1024
-    )  # the inverse of its initial variance
-    assert by_name["0.layer8.f_fc.layer.theta_2.weight"] == 4 * 4
-    assert set(closed_paths(net, 50.0, shared=True).values()) == {50.0}
-    assert closed_paths(equivariant_cnn("conv", 1, 3, width=1)) == {}
-
-
-def test_a_layer_declares_what_closes_it():
-    class Scaled(nn.Module):
-        own_prior_parameters = ("width",)
-        closed_precisions = {"first": 7.0}  # noqa: RUF012
-
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
-            self.width = nn.Parameter(torch.ones(1))
-
-    model = nn.Sequential(ResidualPathway(nn.Identity(), own=nn.Sequential(Scaled())))
-    assert closed_paths(model) == {
-        r"0\.own\.0\.first\.weight": 7.0,
-        r"0\.own\.0\.first\.bias": 7.0,
-        r"0\.own\.0\.second\.weight": 1e3,
-    }
-    assert set(closed_paths(model, 5.0, shared=True).values()) == {5.0}
-
-
-def test_widths_of_basis_functions_are_not_closed():
-    conv, free = nn.Conv2d(1, 2, 1), SparseLinear2d(1, 2, 4, learn_omega="weight")
-    found = closed_paths(ResidualPathway(conv=conv, s_fc=free))
-    assert {name: value for name, value in found.items() if "theta_2" in name} == {
-        r"s_fc\.theta_2\.weight": 4 * 8
-    }
-    assert not any("omega" in name for name in found)
-    assert free.basis_in.own_prior_parameters == ("omega",)
+def test_paths_can_be_left_out_of_the_sum():
+    first, second, fc = nn.Conv2d(2, 3, 1), nn.Conv2d(2, 3, 1), FactoredLinear2d(2, 3, 4, 2)
+    pool, x = nn.MaxPool2d(2), torch.randn(5, 2, 4, 4)
+    pathway = ResidualPathway(first, second, fc=fc, pool=pool)
+    whole = pathway(x)
+    with pathway.without("0"):
+        torch.testing.assert_close(pathway(x), pool(second(x)) + fc(x))
+        with pathway.without("1", "fc"):
+            assert not pathway(x).any()
+        torch.testing.assert_close(pathway(x), pool(second(x)) + fc(x))
+    assert torch.equal(pathway(x), whole)
+    with pytest.raises(RuntimeError, match="inside"), pathway.without("fc"):
+        raise RuntimeError("inside")
+    assert torch.equal(pathway(x), whole)
+    with (
+        pytest.raises(ValueError, match="no path '3', only 0, 1, fc"),
+        pathway.without("3"),
+    ):
+        pass

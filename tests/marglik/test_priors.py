@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.layers.factored import FactoredLinear2d
-from laplace_invariance.layers.residual import ResidualPathway, closed_paths
+from laplace_invariance.layers.residual import ResidualPathway
 from laplace_invariance.layers.sparse import SparseLinear2d
+from laplace_invariance.layers.starts import closed_paths
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.priors import Priors, grouping
 from laplace_invariance.marglik.settings import PriorSettings

@@ -35,14 +35,16 @@ class LayersConfig(ImagesConfig):
         marglik_batch_size: Number of images per batch of an estimate.
         prior_structure: What shares a prior precision; in Python also regular expressions, as for
             ``marglik_training``.
+        start: How far the free paths, all but the strictest, are open at the start.
         per_slot: Give factored layers a gradient factor per slot in the curvature.
-        scale: Scale of the initial weights of all paths but the strictest.
+        scale: Scale of the initial weights of free paths that start closed.
         free_precision: Initial prior precision of these paths, if it is learnt per tensor or path;
             that of everything else is 1.
         seed: Seed of the subset, the transformations, the quadrants and the weights.
     """
 
-    format: ClassVar[int] = 2  # 1: the evidence of some directions of the loss Hessian
+    # 1: the evidence of some directions of the loss Hessian; 2: chosen by shares
+    format: ClassVar[int] = 3
     transform: choices.Transform = "original"
     task: choices.LayersTask = field(default="plain", metadata={"meanings": choices.LAYERS_TASKS})
     kind: str = "f_fc+conv"
@@ -62,6 +64,7 @@ class LayersConfig(ImagesConfig):
     prior_structure: choices.PriorStructure | tuple[str, ...] = field(
         default="layerwise", metadata={"option": "prior", "meanings": choices.LAYERS_PRIORS}
     )
+    start: choices.PathsStart = field(default="closed", metadata={"meanings": choices.PATHS_STARTS})
     per_slot: bool = False
     scale: float = 0.01
     free_precision: float = 1000.0
@@ -72,3 +75,12 @@ class LayersConfig(ImagesConfig):
         check_positive(self, "width", "n_epochs", "batch_size", "lr", "marglik_frequency")
         check_positive(self, "lr_hyp", "marglik_batch_size", "free_precision")
         check_not_negative(self, "lr_min", "n_epochs_burnin", "n_hypersteps", "scale")
+        if self.start == "closed":
+            return
+        if self.method != "evidence" or self.prior_structure == "scalar":
+            raise ValueError(
+                f"start {self.start!r} needs prior precisions of free paths that are learnt by "
+                "evidence: method 'evidence', and prior_structure 'layerwise' or 'path'"
+            )
+        if self.scale == 0:
+            raise ValueError(f"start {self.start!r} rescales free paths: scale must be positive")

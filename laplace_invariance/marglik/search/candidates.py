@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.marglik.hyperparameters import outermost_augmentations
+from laplace_invariance.marglik.priors import Priors
 
 __all__ = ["Candidate", "Space"]
 
 NARROWER, WIDER = 2 / 3, 3 / 2
 NEAR = 0.05  # relative difference of widths that are not told apart
 LEAST = 1e-3  # of a width that counts as open
+STEPS = 40  # of a unit of training
 MOST_OPENED = 3  # units that are tried beside those of a candidate
 
 
@@ -28,12 +30,23 @@ class Candidate(NamedTuple):
 
     widths: tuple[tuple[str, float], ...]
 
+    @property
+    def n_open(self) -> int:
+        """Number of open ranges."""
+        return len(self.widths)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return widths by name."""
+        return dict(self.widths)
+
     def __str__(self) -> str:
         opened = [f"{name} {width:.2f}" for name, width in self.widths]
         return ", ".join(opened) or "nothing"
 
-    def is_near(self, other: Candidate) -> bool:
+    def is_near(self, other: object) -> bool:
         """Return whether the same ranges are open, and nearly as far."""
+        if not isinstance(other, Candidate):
+            return False
         mine, theirs = dict(self.widths), dict(other.widths)
         if mine.keys() != theirs.keys():
             return False
@@ -48,9 +61,16 @@ class Space:
     Args:
         model: Model with augmentations.
 
+    Attributes:
+        continues: Whether a pilot can go on from the weights of another candidate.
+        n_estimates: Number of times in a unit of training that priors go to their optimum.
+
     Raises:
         ValueError: If the model has no range to learn.
     """
+
+    continues = True
+    n_estimates = 1
 
     def __init__(self, model: nn.Module) -> None:
         found = outermost_augmentations(model)
@@ -58,7 +78,7 @@ class Space:
         if not self._owners:
             raise ValueError(
                 "there is no range to search: the model has no augmentation whose hyperparameters "
-                "require grad"
+                "require grad, nor a ResidualPathway with several paths"
             )
         self._units: dict[tuple[str, ...], tuple[float, ...]] = {}
         self._owner_of: dict[str, tuple[Augmentation, str]] = {}
@@ -72,6 +92,14 @@ class Space:
 
     def _public(self, place: str, name: str) -> str:
         return name if len(self._owners) == 1 else f"{place}.{name}"
+
+    def n_steps(self, n_batches: int) -> int:
+        """Return the number of steps in a unit of training, whatever the number of batches."""
+        return STEPS
+
+    def known(self, widths: Mapping[str, float]) -> Candidate:
+        """Return the candidate that :meth:`Candidate.as_dict` describes."""
+        return Candidate(tuple(widths.items()))
 
     def candidate(self, widths: Mapping[str, float]) -> Candidate:
         """Return the candidate of given ranges.
@@ -91,8 +119,8 @@ class Space:
         kept = [(name, float(widths.get(name, 0.0))) for name in self._owner_of]
         return Candidate(tuple((name, width) for name, width in kept if width > LEAST))
 
-    def put(self, candidate: Candidate) -> None:
-        """Set the ranges of the model to those of a candidate."""
+    def put(self, candidate: Candidate, priors: Priors | None = None) -> None:
+        """Set the ranges of the model to those of a candidate; priors stay as they are."""
         widths = dict(candidate.widths)
         for module in self._owners.values():
             own = {

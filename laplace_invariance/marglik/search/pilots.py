@@ -1,4 +1,4 @@
-"""Pilots: short trainings with fixed ranges, all from the same weights, batches and draws."""
+"""Pilots: short trainings of candidates, all from the same weights, batches and draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
 from laplace_invariance.marglik.loop import Trainer
-from laplace_invariance.marglik.search.candidates import Candidate, Space
+from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, space_of
 from laplace_invariance.marglik.settings import Settings
 
 __all__ = ["Pilot", "Pilots", "n_units"]
@@ -28,7 +28,7 @@ SEED = 0  # of estimates, unless told otherwise
 
 # What a pilot was trained with, stage by stage. The first stage has one unit of training, and each
 # further one as many as all before it: 1, 1, 2, 4, ... units.
-Pilot = tuple[Candidate, ...]
+Pilot = tuple[AnyCandidate, ...]
 
 
 def n_units(pilot: Pilot) -> int:
@@ -46,7 +46,7 @@ class Pilots:
         model: Model as training will start with it.
         settings: Settings of the training.
         random_states: All sources of randomness.
-        n_steps: Number of steps on the weights in a unit of training.
+        n_steps: Number of steps on the weights in a unit of training; None is as the space says.
         n_samples: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that the evidence is estimated from, at most.
         seed: Seed of these examples, and of the draws in estimates.
@@ -57,15 +57,15 @@ class Pilots:
         model: nn.Module,
         settings: Settings,
         random_states: RandomStates,
-        n_steps: int,
+        n_steps: int | None,
         n_samples: int,
         n_examples: int,
         seed: int = SEED,
     ) -> None:
         self._model = model
-        self._space = Space(model)
+        self._space = space_of(model, settings)
         self._random_states = random_states
-        self._n_steps = n_steps
+        self._n_steps = n_steps or self._space.n_steps(len(settings.data.train_loader))
         self._n_samples = n_samples
         self._seed = seed
         self._loader = _some_of(settings, n_examples, seed)
@@ -83,8 +83,13 @@ class Pilots:
         return n_epochs * len(self._batches) // (4 * self._n_steps)
 
     @property
-    def space(self) -> Space:
-        """The ranges to search."""
+    def n_steps(self) -> int:
+        """Number of steps on the weights in a unit of training."""
+        return self._n_steps
+
+    @property
+    def space(self) -> AnySpace:
+        """The ranges, or the levels of free paths, to search."""
         return self._space
 
     def evidence(self, pilot: Pilot) -> float:
@@ -106,17 +111,29 @@ class Pilots:
         if earlier and earlier not in self._states:
             self._run(earlier)
         self._put(self._states[earlier] if earlier else self._start)
-        self._space.put(candidate)
+        if not earlier or self._space.continues:
+            self._space.put(candidate, self._trainer.priors)
         n_before = n_units(earlier) if earlier else 0
-        self._train((n_units(pilot) - n_before) * self._n_steps)
-        found = self._assess()
+        found = self._train(n_units(pilot) - n_before)
         self._states[pilot] = self._state()
         return found
 
-    def _train(self, n_steps: int) -> None:
-        """Step the weights, with a step size that falls to zero."""
+    def _train(self, length: int) -> float:
+        """Train for some units, and return the evidence per example then.
+
+        The step size of the weights falls to zero, so that they come to rest.
+        """
+        n_steps = length * self._n_steps
+        n_estimates = min(n_steps, length * self._space.n_estimates)
         self._trainer.restart_rate(n_steps)
-        self._trainer.train_on(itertools.islice(_endless(self._batches), n_steps))
+        batches = _endless(self._batches)
+        evidence, done = -math.inf, 0
+        for i in range(1, n_estimates + 1):
+            until = n_steps * i // n_estimates
+            self._trainer.train_on(itertools.islice(batches, until - done))
+            evidence = self._assess()
+            done = until
+        return evidence
 
     def _assess(self) -> float:
         """Take the priors to their optimum, and return the evidence per example."""

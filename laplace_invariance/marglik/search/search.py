@@ -1,4 +1,4 @@
-"""A search for ranges to start from: candidates by short trainings, most dropped early."""
+"""A search for a start: candidates by short trainings, most dropped early."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import tqdm
 from torch import nn
 
 from laplace_invariance.marglik.checkpoints import RandomStates
-from laplace_invariance.marglik.search.candidates import Candidate
+from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.search.pilots import Pilot, Pilots, n_units
+from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, described
 from laplace_invariance.marglik.settings import Settings, check_numbers
 from laplace_invariance.tables import table
 
@@ -31,19 +32,20 @@ class Trial:
     """One estimate of a search.
 
     Attributes:
-        ranges: Widths of the ranges that were open, by name.
+        ranges: Widths of the ranges that were open, by name; or, for layers that are sums of
+            paths, levels at which free paths started (``layers.START_LEVELS``), by place.
         n_steps: Number of steps on the weights before the estimate.
         evidence: Log evidence per example.
         loss: By how much it is below that of the best candidate after as many steps.
     """
 
-    ranges: dict[str, float]
+    ranges: dict[str, Any]
     n_steps: int
     evidence: float
     loss: float
 
     def __str__(self) -> str:
-        return str(Candidate(tuple(self.ranges.items())))
+        return described(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class SearchResult:
             [str(trial), f"{trial.evidence:.3f}", f"{trial.loss:.3f}", str(trial.n_steps)]
             for trial in self.trials
         ]
-        header = ["ranges", "log evidence", "lost by", "steps"]
+        is_of_paths = any(isinstance(value, str) for value in self.best.ranges.values())
+        what = "free paths" if is_of_paths else "ranges"
+        header = [what, "log evidence", "lost by", "steps"]
         return table([header, *rows], right=(1, 2, 3))
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,16 +104,22 @@ class Search:
     draws, and the priors are at their optimum for each. Where none is much better than guessing,
     all are trained for longer before any is dropped.
 
+    Where there are no ranges but layers that are sums of paths (``ResidualPathway``), candidates
+    are how far free paths are open at the start: off, closed, half open, open, in all layers or in
+    the last. The initial weights of free paths are rescaled and their prior precisions set, however
+    the model was built, so that the choice does not depend on that.
+
     Attributes:
-        n_steps: Number of steps on the weights before the first estimate of a candidate.
+        n_steps: Number of steps on the weights before the first estimate of a candidate. None is
+            40 for ranges, and ten epochs for free paths.
         keep: Number of candidates that stay after the first comparison.
         n_rounds: Number of times that neighbours of the best are tried, at most.
         oversampling: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that an evidence is estimated from, at most.
-        margin: Gain in evidence per example that a further open range must bring.
+        margin: Gain in evidence per example that a further open range, or layer, must bring.
     """
 
-    n_steps: int = 40
+    n_steps: int | None = None
     keep: int = 4
     n_rounds: int = 2
     oversampling: int = 2
@@ -128,8 +138,9 @@ class Search:
         random_states: RandomStates,
         trials: list[dict[str, Any]],
         save: Callable[[], None],
+        priors: Priors,
     ) -> SearchResult:
-        """Search, and leave the model with the best ranges and its initial weights.
+        """Search, and leave the model at the best start.
 
         Args:
             model: Model as training will start with it.
@@ -137,6 +148,7 @@ class Search:
             random_states: All sources of randomness; they are left as they are.
             trials: Estimates that are known, from an interrupted search; new ones are appended.
             save: Called after every new estimate.
+            priors: Prior precisions of the training, which start as the best candidate has them.
         """
         pilots = Pilots(
             model, settings, random_states, self.n_steps, self.oversampling, self.n_examples
@@ -145,7 +157,7 @@ class Search:
             disable=not settings.output.progress_bar, unit="pilot", desc="search", leave=True
         )
         with bar:
-            return _Searching(self, pilots, trials, save, bar).run()
+            return _Searching(self, pilots, trials, save, bar).run(priors)
 
 
 class _Searching:
@@ -165,16 +177,17 @@ class _Searching:
         self._trials = trials
         self._save = save
         self._bar = bar
-        self._known = {_pilot(trial): trial["evidence"] for trial in trials}
+        self._known = {_pilot(trial, self._space): trial["evidence"] for trial in trials}
         self._asked: list[Pilot] = []
 
-    def run(self) -> SearchResult:
+    def run(self, priors: Priors) -> SearchResult:
         pool = self._screen()
-        pool = self._grow(pool)
+        if self._space.continues:
+            pool = self._grow(pool)
         pool = self._improve(pool)
         finalists = [_longer(pilot) for pilot in pool[:N_FINALISTS]]
         best, *_ = self._compared(finalists)
-        self._space.put(best[-1])
+        self._space.put(best[-1], priors)
         return self._result(best)
 
     def _screen(self) -> list[Pilot]:
@@ -202,11 +215,17 @@ class _Searching:
         """Try neighbours of the best until none is better; return all, best first."""
         for _ in range(self._options.n_rounds):
             best = pool[0]
-            near = [(*best[:-1], candidate) for candidate in self._space.neighbours(best[-1])]
+            near = [self._instead(best, c) for c in self._space.neighbours(best[-1])]
             pool = self._compared([*pool, *self._new(near, pool)])
             if pool[0] == best:
                 break
         return pool
+
+    def _instead(self, pilot: Pilot, candidate: AnyCandidate) -> Pilot:
+        """Return a pilot of another candidate, which goes on from the weights of one if it can."""
+        if self._space.continues:
+            return (*pilot[:-1], candidate)
+        return (candidate,) * len(pilot)
 
     def _new(self, pilots: Sequence[Pilot], known: Sequence[Pilot] = ()) -> list[Pilot]:
         """Return pilots, without those whose ranges nearly repeat another one's."""
@@ -223,7 +242,7 @@ class _Searching:
         evidences = {pilot: self._try(pilot) for pilot in pilots}
 
         def score(pilot: Pilot) -> float:
-            return evidences[pilot] - self._options.margin * len(pilot[-1].widths)
+            return evidences[pilot] - self._options.margin * pilot[-1].n_open
 
         order = sorted(pilots, key=score, reverse=True)
         self._pilots.forget(order[: self._options.keep])
@@ -233,7 +252,7 @@ class _Searching:
         """Return the evidence of a pilot."""
         if pilot not in self._known:
             evidence = self._known[pilot] = self._pilots.evidence(pilot)
-            stages = [dict(candidate.widths) for candidate in pilot]
+            stages = [candidate.as_dict() for candidate in pilot]
             self._trials.append({"stages": stages, "evidence": evidence})
             self._save()
         if pilot not in self._asked:
@@ -251,9 +270,9 @@ class _Searching:
         trials = {}
         for candidate, pilot in last.items():
             evidence = self._known[pilot]
-            n_steps = n_units(pilot) * self._options.n_steps
+            n_steps = n_units(pilot) * self._pilots.n_steps
             loss = highest[len(pilot)] - evidence
-            trials[candidate] = Trial(dict(candidate.widths), n_steps, evidence, loss)
+            trials[candidate] = Trial(candidate.as_dict(), n_steps, evidence, loss)
         order = sorted(trials.values(), key=lambda trial: (-trial.n_steps, trial.loss))
         return SearchResult(trials[best[-1]], order, self._pilots.chance())
 
@@ -263,5 +282,5 @@ def _longer(pilot: Pilot) -> Pilot:
     return (*pilot, pilot[-1])
 
 
-def _pilot(trial: Mapping[str, Any]) -> Pilot:
-    return tuple(Candidate(tuple(stage.items())) for stage in trial["stages"])
+def _pilot(trial: Mapping[str, Any], space: AnySpace) -> Pilot:
+    return tuple(space.known(stage) for stage in trial["stages"])
