@@ -327,7 +327,9 @@ def _read_files(arrays: Arrays, size: int | None) -> dict[str, Tensor]:
 def _images(arrays: Arrays, name: str, size: int | None) -> dict[str, Tensor]:
     """Return the images of all parts, by key, from arrays."""
     keys = [key for key in ("x_train", "x_test") if key in arrays]
-    found = {key: _to_images(_checked_images(arrays[key], f"{name}: {key}")) for key in keys}
+    found: dict[str, Tensor] = {}
+    for key in keys:
+        found[key] = _to_images(_checked_images(arrays[key], f"{name}: {key}"))
     shapes = [list(images.shape[1:]) for images in found.values()]
     if shapes[0] != shapes[-1]:
         raise ValueError(

@@ -34,11 +34,13 @@ __all__ = [
     "TEST_BATCH",
     "Recipe",
     "accuracy",
+    "chosen_device",
     "cosine_recipe",
     "draw_evidence",
     "image_model",
     "load_images",
     "load_transformed",
+    "network_name",
     "say",
     "seeded",
     "training_seconds",
@@ -82,36 +84,81 @@ def say(line: str, progress_bar: bool) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def load_images(config: ImagesConfig, seed: int) -> datasets.Split:
+def load_images(config: ImagesConfig, seed: int, *, needs_test: bool = True) -> datasets.Split:
     """Read the images of a configuration, as they are.
 
     Args:
         config: Source and numbers of the images.
         seed: Seed of the subsets.
+        needs_test: Whether to refuse data without a test set.
+
+    Raises:
+        ValueError: If there is no test set where one is needed.
     """
-    return datasets.load(
+    split = datasets.load(
         config.data,
         root=config.root,
         download=config.download,
         n_train=config.n_train,
         n_test=config.n_test,
+        size=config.size,
+        test_share=config.test_share,
         seed=seed,
     )
+    if needs_test and not split.has_test:
+        raise ValueError(
+            f"{split.name} has no test images, which are needed here; set some aside by "
+            "--test-share 0.2 (test_share=0.2)"
+        )
+    return split
 
 
-def load_transformed(config: ImagesConfig, transform: str, seed: int) -> datasets.Split:
+def load_transformed(
+    config: ImagesConfig, transform: str, seed: int, *, needs_test: bool = True
+) -> datasets.Split:
     """Read the images of a configuration and transform each of them by a draw of its own.
 
     Args:
         config: Source and numbers of the images.
         transform: Kind of transformation, one of ``datasets.TRANSFORM_KINDS``.
         seed: Seed of the subsets and of the transformations.
+        needs_test: Whether to refuse data without a test set.
     """
-    split = load_images(config, seed)
+    split = load_images(config, seed, needs_test=needs_test)
     generator = torch.Generator().manual_seed(seed)
     x_train = datasets.transformed(split.x_train, transform, generator)
     x_test = datasets.transformed(split.x_test, transform, generator)
     return replace(split, x_train=x_train, x_test=x_test)
+
+
+def network_name(name: str | None, split: datasets.Split) -> str:
+    """Return the name of a network; by default one that suits the images.
+
+    Args:
+        name: The name; None chooses a convolutional network for images in colour.
+        split: The images.
+    """
+    if name is not None:
+        return name
+    return "cnn" if split.in_shape[0] == 3 else "mlp"
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return a device by name.
+
+    Args:
+        name: The name, such as ``"cuda"``.
+
+    Raises:
+        ValueError: If there is no such device, or it cannot be used.
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {name!r} cannot be used here: {reason}") from error
+    return device
 
 
 # Training.
@@ -195,9 +242,10 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = TEST_BA
         batch_size: Number of inputs at a time.
     """
     correct = 0
+    device = next(model.parameters()).device
     with evaluation(model):
         for x, y in DataLoader(dataset, batch_size):
-            correct += int((model(x).argmax(-1) == y).sum().item())
+            correct += int((model(x.to(device)).argmax(-1) == y.to(device)).sum().item())
     return correct / len(dataset)
 
 

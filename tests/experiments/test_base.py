@@ -176,7 +176,7 @@ for command in sys.argv[1:]:
 def test_without_matplotlib_all_but_figures_is_written(tmp_path):
     small = "--samples 2 --train 60 --test 30 --epochs 1 --quiet --out"
     commands = [
-        f"learn --start closed {small} {tmp_path}/learn",
+        f"learn --search off {small} {tmp_path}/learn",
         f"compare --transform original --method none fixed {small} {tmp_path}/compare",
         f"measure --method plain {small} {tmp_path}/measure",
         f"demo points --samples 2 --epochs 12 --quiet --out {tmp_path}/demo",

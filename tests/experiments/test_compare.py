@@ -10,7 +10,7 @@ from laplace_invariance.experiments.compare import CompareConfig, CompareResult,
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnConfig, LearnResult
 
-SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "start": "closed"}
+SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "search": "off"}
 CELLS = {
     "transforms": ("fully_rotated", "original"),
     "methods": ("evidence", "none"),
