@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import Standardise
 from laplace_invariance.marglik import KernelBound, Running
 from laplace_invariance.marglik.estimators import Estimator
+from laplace_invariance.marglik.recipes import SAMPLED, Recipe, cosine_recipe
 from laplace_invariance.modes import evaluation
 
 if TYPE_CHECKING:
@@ -52,9 +53,6 @@ logger = logging.getLogger(__name__)
 BATCH = 100  # training images per batch
 MARGLIK_BATCH = 250  # training images per batch of an estimate of the evidence
 TEST_BATCH = 500  # test images per batch
-# The loss Hessian in training, by one random direction: without bias, and the cheapest.
-# The evidence of a result is computed with all directions.
-SAMPLED = {"stochastic": True}
 # What the evidence of a history is, by estimator; of others, the log evidence at that epoch.
 ESTIMATES: dict[type[Estimator], str] = {
     Running: "log evidence (running estimate)",
@@ -164,54 +162,6 @@ def chosen_device(name: str) -> torch.device:
 # Training.
 
 
-class Recipe(TypedDict):
-    """Arguments of ``marglik_training`` that experiments share."""
-
-    n_epochs: int
-    optimizer_kwargs: dict[str, Any]
-    scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler]
-    scheduler_kwargs: dict[str, Any]
-    n_epochs_burnin: int
-    marglik_frequency: int
-    n_hypersteps: int
-    backend_kwargs: dict[str, Any]
-
-
-def cosine_recipe(
-    n_epochs: int,
-    n_batches: int,
-    *,
-    lr: float = 5e-3,
-    lr_min: float = 5e-5,
-    n_epochs_burnin: int = 4,
-    marglik_frequency: int = 2,
-    n_hypersteps: int = 4,
-    backend_kwargs: Mapping[str, Any] | None = None,
-) -> Recipe:
-    """Return settings of training whose step size falls along half a cosine over all batches.
-
-    Args:
-        n_epochs: Number of epochs.
-        n_batches: Number of batches per epoch.
-        lr: Step size of the weights at the start.
-        lr_min: Step size of the weights at the end.
-        n_epochs_burnin: Number of epochs before the first estimate of the evidence, at most all.
-        marglik_frequency: Number of epochs between two estimates, at most all.
-        n_hypersteps: Number of steps on prior precisions per estimate.
-        backend_kwargs: Further options of the curvature.
-    """
-    return Recipe(
-        n_epochs=n_epochs,
-        optimizer_kwargs={"lr": lr},
-        scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
-        scheduler_kwargs={"T_max": n_epochs * n_batches, "eta_min": lr_min},
-        n_epochs_burnin=min(n_epochs_burnin, n_epochs),
-        marglik_frequency=min(marglik_frequency, n_epochs),
-        n_hypersteps=n_hypersteps,
-        backend_kwargs=SAMPLED | dict(backend_kwargs or {}),
-    )
-
-
 def image_model(
     net: nn.Module, images: Tensor, augmentation: Augmentation | None, n_samples: int
 ) -> nn.Module:
@@ -242,7 +192,7 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = TEST_BA
         batch_size: Number of inputs at a time.
     """
     correct = 0
-    device = next(model.parameters()).device
+    device = next(model.parameters(), torch.empty(0)).device
     with evaluation(model):
         for x, y in DataLoader(dataset, batch_size):
             correct += int((model(x.to(device)).argmax(-1) == y.to(device)).sum().item())

@@ -180,8 +180,8 @@ class RunDirectory:
 
 def _other_format(path: Path, found: int, wanted: int) -> ValueError:
     return ValueError(
-        f"{path} has format {found} and this version writes format {wanted}: its evidences were "
-        "computed in another way, so that it can be neither read nor continued; choose another "
+        f"{path} has format {found} and this version writes format {wanted}: it was computed, or "
+        "is kept, in another way, so that it can be neither read nor continued; choose another "
         "directory; nothing was changed"
     )
 

@@ -73,10 +73,10 @@ def test_run_of_an_earlier_format_is_refused(tmp_path):
     begin(tmp_path)
     path = tmp_path / "experiment.json"
     saved = json.loads(path.read_text())
-    assert saved.pop("format") == CONFIG.format == 3
+    assert saved.pop("format") == CONFIG.format == 4
     before = json.dumps(saved)  # without a number, as the first format was
     path.write_text(before)
-    with pytest.raises(ValueError, match="has format 1 and this version writes format 3: its"):
+    with pytest.raises(ValueError, match="has format 1 and this version writes format 4: it was"):
         RunDirectory(tmp_path, CONFIG, resume=True)
     with pytest.raises(FileExistsError, match="--resume"):
         RunDirectory(tmp_path, CONFIG)
@@ -190,7 +190,7 @@ def test_without_matplotlib_all_but_figures_is_written(tmp_path):
         return {path.name for path in (tmp_path / name).iterdir() if path.is_file()}
 
     whole = {"experiment.json", "summary.json"}
-    assert files("learn") == whole | {"checkpoint.pt", "history.jsonl"}
+    assert files("learn") == whole | {"checkpoint.pt", "history.jsonl", "model.pt"}
     assert files("compare") == whole | {"comparison.md"}
     assert files("measure") == whole | {"report.txt"}
     assert not (tmp_path / "demo").exists()  # it has nothing but a figure
