@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 __all__ = ["SUFFIXES", "list_folder", "read_images"]
 
@@ -127,11 +127,19 @@ def _read(path: str, size: int | None) -> np.ndarray:
             "remove it"
         ) from error
     if size is not None:
-        image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+        image = _middle(image).resize((size, size), Image.Resampling.BILINEAR)
     array = np.asarray(image)
     if array.ndim == 2:
         return array[None]
     return np.moveaxis(array, -1, 0)
+
+
+def _middle(image: Image.Image) -> Image.Image:
+    """Return the middle square of an image."""
+    width, height = image.size
+    side = min(width, height)
+    left, above = (width - side) // 2, (height - side) // 2
+    return image.crop((left, above, left + side, above + side))
 
 
 def _plain(image: Image.Image, path: str) -> Image.Image:
