@@ -1,8 +1,8 @@
 """From a folder of images to an exported transform, in a few lines.
 
-The folder is made here: colour images of two kinds of bars, in two subfolders, each bar at a random
-angle of up to 60 degrees to either side. Nothing tells the network how far; it learns the range from
-the images alone. This takes under half a minute.
+The folder is made here: colour images of two kinds of bars, in two subfolders, each bar at a
+random angle of up to 60 degrees to either side. Nothing tells the network how far; it learns the
+range from the images alone. This takes under half a minute.
 """
 
 import math

@@ -174,6 +174,6 @@ def test_a_second_process_is_told_that_the_directory_is_in_use(tmp_path, resume)
 
 def test_measuring_needs_test_images(photos, tmp_path, run_cli):
     words = "measure --method plain --size 16 --quiet --data"
-    with pytest.raises(SystemExit, match="has no test images, which are needed here; .*test-share"):
+    with pytest.raises(SystemExit, match=r"no test images, which are needed here; .*test-share"):
         run_cli(words, photos, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
