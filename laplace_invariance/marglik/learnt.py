@@ -36,7 +36,7 @@ class LearntAugmentation:
 
     Attributes:
         augmentation: The learnt augmentation.
-        model: The network, averaged over the augmentation, in the mode that it was given in.
+        model: The network, averaged over the augmentation.
         shape: Shape of one input.
         training: What :func:`~laplace_invariance.marglik_training` returned: history, evidence,
             Laplace approximation.
@@ -121,11 +121,11 @@ def learn_augmentation(
     x, y = _examples(dataset)
     if likelihood == "classification":
         _check_labels(y)
+        y = y.long()
     device, dtype = like(net)
-    if x.is_floating_point():
-        x = x.to(dtype)
+    x = x.to(dtype)
     chosen = chosen_augmentation(augmentation, x).to(device, dtype)
-    model = InvariantModel(_standardised(net, x).to(device), chosen, n_samples)
+    model = InvariantModel(_standardised(net, x).to(device, dtype), chosen, n_samples)
     if likelihood == "classification":
         _check_outputs(model, x, int(y.max()) + 1)
     train = TensorDataset(x, y)
