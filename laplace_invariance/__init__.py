@@ -29,8 +29,14 @@ if TYPE_CHECKING:
         named_hyperparameters,
     )
     from laplace_invariance.invariant import InvariantModel
-    from laplace_invariance.marglik import log_evidence, marglik_training, suggest
+    from laplace_invariance.marglik import (
+        learn_augmentation,
+        log_evidence,
+        marglik_training,
+        suggest,
+    )
     from laplace_invariance.marglik.profiles import profile
+    from laplace_invariance.runs import load_run
 
 __version__ = "0.1.0.dev0"
 
@@ -48,7 +54,9 @@ __all__ = [
     "curvature",
     "hyperparameters",
     "layers",
+    "learn_augmentation",
     "learning",
+    "load_run",
     "log_evidence",
     "marglik",
     "marglik_training",
@@ -84,7 +92,9 @@ _HOMES = {
     "Sequence": "augmentations",
     "constant_curvature": "curvature",
     "hyperparameters": "hyper",
+    "learn_augmentation": "marglik",
     "learning": "hyper",
+    "load_run": "runs",
     "log_evidence": "marglik",
     "marglik_training": "marglik",
     "named_hyperparameters": "hyper",

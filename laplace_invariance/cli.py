@@ -12,8 +12,10 @@ import inspect
 import logging
 import math
 import re
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from functools import partial
 from importlib import import_module
@@ -49,6 +51,7 @@ class Verb(NamedTuple):
         out: Default of ``--out``; None makes it required.
         resumes: Whether the function takes ``resume``.
         before_files: What separates the result from the list of files; None lists none.
+        hint: What to do next, printed last, with the directory for ``{out!r}``.
     """
 
     config: type[Config]
@@ -57,14 +60,17 @@ class Verb(NamedTuple):
     out: str | None = None
     resumes: bool = True
     before_files: str | None = "\n"
+    hint: str = ""
 
 
 VERBS = {
     "learn": Verb(
         LearnConfig,
         "learn to which transformations images are invariant, and how far",
-        "Train a network on images that were transformed in a known way, and learn by evidence how "
-        "far they were.",
+        "Train a network on images, as they are or transformed in a known way, and learn by "
+        "evidence to which transformations it should be invariant, and how far.",
+        hint="laplace_invariance.load_run({out!r}) has the model and the augmentation, whose "
+        "to_transform() is for torchvision",
     ),
     "compare": Verb(
         CompareConfig,
@@ -131,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Arguments; None takes those of the process.
 
     Raises:
-        SystemExit: With one line that says what is wrong, if the experiment cannot run or is
-            interrupted.
+        SystemExit: With one line that says what is wrong, and code 2, if the experiment cannot
+            run; with code 1 if it is interrupted or its numbers are not finite.
     """
     arguments = _parser().parse_args(argv)
     level = logging.WARNING
@@ -142,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not arguments.verbose:
         warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about itself
     try:
-        _run(arguments)
+        with _short_warnings():
+            _run(arguments)
     except (KeyboardInterrupt, RuntimeError) as error:
         # torch.save raises an error of its own if it is interrupted
         interrupts = (error, error.__context__)
@@ -152,8 +159,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         if VERBS[arguments.verb].resumes:
             message += "; the same command with --resume continues"
         raise SystemExit(message) from None
-    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
+    except FloatingPointError as error:
         raise SystemExit(f"laplace-invariance: {error}") from error
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise _refusal(error) from error
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Write warnings on one line, without the place in the code that they come from."""
+    before = warnings.formatwarning
+
+    def short(message: Warning | str, *_: Any, **__: Any) -> str:
+        return f"laplace-invariance: warning: {message}\n"
+
+    warnings.formatwarning = short
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def _refusal(error: Exception) -> SystemExit:
+    """Print why an experiment cannot run, on one line; return an exit with code 2."""
+    message = f"laplace-invariance: {' '.join(str(error).split())}"
+    print(message, file=sys.stderr)
+    refusal = SystemExit(message)
+    refusal.code = 2
+    return refusal
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -169,6 +202,8 @@ def _run(arguments: argparse.Namespace) -> None:
         print(result)
     else:
         print(result, _files(arguments.out), sep=verb.before_files)
+    if verb.hint:
+        print(labelled("next", verb.hint.format(out=str(arguments.out))))
 
 
 def _config(kind: type[Config], arguments: argparse.Namespace) -> Config:
@@ -260,10 +295,15 @@ def _settings(option: str, hint: Any) -> dict[str, Any]:
 
 def _named_range(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
+    in_degrees = value.endswith("deg")
     try:
-        number = float(value)
+        number = float(value.removesuffix("deg"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form rotation=3.14") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form rotation=3.14 or rotation=180deg"
+        ) from None
+    if in_degrees:
+        number = math.radians(number)
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"the range of {name} must be finite, got {value}")
     return name, number

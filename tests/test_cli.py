@@ -13,16 +13,17 @@ import pytest
 from laplace_invariance import __version__, cli
 
 ROOT = Path(__file__).parent.parent
+RANGES = (
+    "data size test-share transform method net samples epochs train test search learn init draws "
+    "lr-aug estimator curvature structure prior subset-of-weights correlated fixed strength "
+    "lr-augerino device seed root download out resume quiet"
+)
 OPTIONS = {
-    "learn": "data transform method net samples epochs train test correlated fixed strength "
-    "start estimator subset-of-weights lr-augerino seed root download out resume quiet",
-    "compare": "data transform method net samples epochs train test correlated fixed strength "
-    "start estimator subset-of-weights lr-augerino seed root download out resume quiet",
-    "profile": "data transform method net samples epochs train test correlated fixed strength "
-    "start estimator subset-of-weights lr-augerino seed root download range values steps repeats "
-    "hold-others out resume quiet",
-    "suggest": "data transform net weights epochs ranges samples steps repeats train test seed "
-    "root download out resume quiet",
+    "learn": RANGES,
+    "compare": RANGES,
+    "profile": f"{RANGES} range values steps repeats hold-others",
+    "suggest": "data size test-share transform net weights epochs ranges samples steps repeats "
+    "train test seed root download out resume quiet",
     "layers": "data transform task kind method width prior per-slot epochs train test seed root "
     "download out resume quiet",
     "measure": "data shifted group method samples strength epochs train test seed root download "
@@ -187,7 +188,7 @@ def test_impossible_configuration_is_refused_without_torch(tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "laplace_invariance", "learn"]
     command += ["--epochs", "0", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     line = "laplace-invariance: n_epochs must be positive and finite, got 0"
     assert line in done.stderr
     assert "Traceback" not in done.stderr

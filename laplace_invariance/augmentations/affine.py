@@ -16,6 +16,7 @@ from laplace_invariance.augmentations.base import (
     BoxOptions,
     Init,
     Names,
+    Shape,
     as_factor,
     in_degrees,
 )
@@ -141,8 +142,16 @@ class AffineImage(LieGroup):
             )
         return warp_images(x, self.exponential(coefficients)[..., :2, :])
 
-    def in_words(self, name: str, magnitude: float) -> str:
-        return _in_words(name, magnitude, " half-widths")
+    def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
+        """Return a range in words, with the shape of an image in pixels and factors."""
+        if shape is None:
+            return _in_words(name, magnitude, " half-widths")
+        if name.endswith("translation"):
+            n_pixels = shape[-1] if name.startswith("x") else shape[-2]
+            return f"±{magnitude * (n_pixels - 1) / 2:.1f} pixels"
+        if name == "shear":  # it stretches one diagonal and shrinks the other
+            return f"{as_factor(magnitude)} along the diagonals"
+        return _in_words(name, magnitude, "")
 
 
 class AffinePoints(LieGroup):
@@ -192,7 +201,7 @@ class AffinePoints(LieGroup):
             return points.squeeze(2)
         return points
 
-    def in_words(self, name: str, magnitude: float) -> str:
+    def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
         return _in_words(name, magnitude, "")
 
 

@@ -39,6 +39,7 @@ AXES = ("x_", "y_", "z_")
 Openings = dict[tuple[str, ...], tuple[float, ...]]
 Init = float | Sequence[float] | Mapping[str, float] | Tensor
 Names = str | Sequence[str]
+Shape = Sequence[int]
 
 
 class Augmentation(Hyperparameterised):
@@ -124,8 +125,13 @@ class Augmentation(Hyperparameterised):
             for name in self._hyperparameter_names
         }
 
-    def ranges(self) -> dict[str, str]:
-        """Return the learnt ranges, by name, in words and units such as degrees."""
+    def ranges(self, shape: Shape | None = None) -> dict[str, str]:
+        """Return the learnt ranges, by name, in words and units such as degrees.
+
+        Args:
+            shape: Shape of one input, without the batch, with which translations are in pixels;
+                None leaves them in halves of the input.
+        """
         raise NotImplementedError
 
     def openings(self) -> Openings:
@@ -165,8 +171,14 @@ class Augmentation(Hyperparameterised):
         tensors[name].fill_(width)
         self.project_()
 
-    def in_words(self, name: str, magnitude: float) -> str:
-        """Return the range ``name``, plus or minus ``magnitude``, in words."""
+    def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
+        """Return the range ``name``, plus or minus ``magnitude``, in words.
+
+        Args:
+            name: Name of the range.
+            magnitude: Its width, in the units of :meth:`magnitudes`.
+            shape: Shape of one input, as for :meth:`ranges`.
+        """
         return f"±{magnitude:.3f}"
 
     def _learnt_tensors(self) -> list[tuple[str, Tensor]]:
@@ -317,7 +329,18 @@ class BoxAugmentation(Augmentation):
             )
         if not torch.isfinite(values).all():
             raise ValueError(f"init must be finite, got {values.tolist()}")
+        self._check_angles(values)
         return values
+
+    def _check_angles(self, values: Tensor) -> None:
+        """Raise if an initial angle is beyond half a turn, most likely because it is in degrees."""
+        for name, value, limit in zip(self.names, values, self.limits, strict=True):
+            is_angle = math.isclose(limit, math.pi, rel_tol=1e-6)
+            if is_angle and value.abs() > limit * (1 + 1e-6):  # but for round-off
+                raise ValueError(
+                    f"{name} must be at most pi, which is all angles, got {value:.4g}; it is in "
+                    "radians: 90 degrees are math.radians(90)"
+                )
 
     def _bounds(self) -> Tensor:
         """Return the bounds ``[k]`` of the constraint ``"tanh"``: the limits, or 1."""
@@ -395,9 +418,10 @@ class BoxAugmentation(Augmentation):
         reach = self.coefficients(torch.eye(len(self.names)).to(self.eta)).abs().sum(0)
         return dict(zip(self.names, reach.tolist(), strict=True))
 
-    def ranges(self) -> dict[str, str]:
+    def ranges(self, shape: Shape | None = None) -> dict[str, str]:
         """Return the range of each coefficient, by name, in words and units."""
-        return {name: self.in_words(name, value) for name, value in self.magnitudes().items()}
+        reach = self.magnitudes()
+        return {name: self.in_words(name, value, shape) for name, value in reach.items()}
 
     def openings(self) -> Openings:
         """Return which learnt ranges open together: those of all axes, and others alone."""

@@ -14,6 +14,7 @@ from laplace_invariance.augmentations.base import (
     BoxOptions,
     Init,
     Names,
+    Shape,
     as_factor,
     in_degrees,
 )
@@ -103,7 +104,7 @@ class Colour(BoxAugmentation):
                 f"Colour needs floating-point images in [0, 1], got {x.dtype}; divide by 255 first"
             )
 
-    def in_words(self, name: str, magnitude: float) -> str:
+    def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
         if name == "hue":
             return in_degrees(magnitude)
         return as_factor(magnitude)

@@ -15,6 +15,7 @@ from laplace_invariance.augmentations.base import (
     Augmentation,
     BoxAugmentation,
     Openings,
+    Shape,
     check_draws,
     check_n_samples,
 )
@@ -82,9 +83,9 @@ class Compose(Augmentation):
         """Return the magnitudes of all parts, by name."""
         return _by_name([part.magnitudes() for part in self.parts])
 
-    def ranges(self) -> dict[str, str]:
+    def ranges(self, shape: Shape | None = None) -> dict[str, str]:
         """Return the ranges of all parts, by name, in words and units."""
-        return _by_name([part.ranges() for part in self.parts])
+        return _by_name([part.ranges(shape) for part in self.parts])
 
     def openings(self) -> Openings:
         """Return which ranges of each part open together, by their names here."""
@@ -111,10 +112,10 @@ class Compose(Augmentation):
         part, own = self._part_of(name)
         part.resize_(own, width)
 
-    def in_words(self, name: str, magnitude: float) -> str:
+    def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
         """Return the range ``name``, plus or minus ``magnitude``, in words."""
         part, own = self._part_of(name)
-        return part.in_words(own, magnitude)
+        return part.in_words(own, magnitude, shape)
 
     def _part_of(self, name: str) -> tuple[BoxAugmentation, str]:
         """Return the part that has a range, and the range's name there."""

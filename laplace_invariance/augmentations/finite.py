@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from laplace_invariance.augmentations.base import Augmentation, Openings, check_draws
+from laplace_invariance.augmentations.base import Augmentation, Openings, Shape, check_draws
 from laplace_invariance.draws import generator_of_draws
 
 __all__ = ["FiniteGroup"]
@@ -117,7 +117,7 @@ class FiniteGroup(Augmentation):
         """Return the weight of each element, by name."""
         return dict(zip(self.names, self.weights(len(self.names)).tolist(), strict=True))
 
-    def ranges(self) -> dict[str, str]:
+    def ranges(self, shape: Shape | None = None) -> dict[str, str]:
         """Return the weight of each element, by name, in words."""
         return {name: f"weight {weight:.3f}" for name, weight in self.magnitudes().items()}
 
@@ -156,7 +156,7 @@ class FiniteGroup(Augmentation):
         """Set the ``eta`` of one element, in place; all others stay as they are."""
         self.open_(self.widths() | {name: width})
 
-    def in_words(self, name: str, magnitude: float) -> str:
+    def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
         """Return the ``eta`` of an element in words."""
         return f"{magnitude:.3f} of the identity's weight"
 

@@ -14,6 +14,7 @@ from laplace_invariance.augmentations.base import (
     BoxOptions,
     Init,
     Names,
+    Shape,
     as_factor,
 )
 
@@ -85,10 +86,13 @@ class Sequence(BoxAugmentation):
             left, right = left % length, right % length
         return _interpolate(x, left, right, positions - floor)
 
-    def in_words(self, name: str, magnitude: float) -> str:
-        if name == "shift":
+    def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
+        """Return a range in words, with the shape of a signal in time steps and factors."""
+        if name != "shift":
+            return as_factor(magnitude)
+        if shape is None:
             return f"±{magnitude:.3f} half-lengths"
-        return as_factor(magnitude)
+        return f"±{magnitude * shape[-1] / 2:.1f} steps"
 
 
 def _interpolate(x: Tensor, left: Tensor, right: Tensor, fractions: Tensor) -> Tensor:

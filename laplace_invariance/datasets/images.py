@@ -22,6 +22,7 @@ __all__ = [
     "QUADRANT_TASKS",
     "TRANSFORM_KINDS",
     "check_images",
+    "fitted",
     "framed",
     "hue_rotated",
     "quadrants",
@@ -252,6 +253,23 @@ def framed(images: Tensor, size: int = 32) -> Tensor:
     above, left = (size - height) // 2, (size - width) // 2
     margins = (left, size - width - left, above, size - height - above)
     return F.pad(_resized(images, (height, width)), margins)
+
+
+def fitted(images: Tensor, size: int) -> Tensor:
+    """Cut the middle square out of images, and resize it.
+
+    Args:
+        images: Images ``[n, channels, height, width]`` in [0, 1].
+        size: Height and width of the result.
+
+    Returns:
+        Images ``[n, channels, size, size]``.
+    """
+    check_images(images)
+    height, width = images.shape[-2:]
+    side = min(height, width)
+    above, left = (height - side) // 2, (width - side) // 2
+    return _resized(images[..., above : above + side, left : left + side], (size, size))
 
 
 def _resized(images: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import Standardise
 from laplace_invariance.marglik import KernelBound, Running
 from laplace_invariance.marglik.estimators import Estimator
+from laplace_invariance.marglik.recipes import SAMPLED, Recipe, cosine_recipe
 from laplace_invariance.modes import evaluation
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ __all__ = [
     "TEST_BATCH",
     "Recipe",
     "accuracy",
+    "chosen_device",
     "cosine_recipe",
     "draw_evidence",
     "image_model",
     "load_images",
     "load_transformed",
+    "network_name",
     "say",
     "seeded",
     "training_seconds",
@@ -50,9 +53,6 @@ logger = logging.getLogger(__name__)
 BATCH = 100  # training images per batch
 MARGLIK_BATCH = 250  # training images per batch of an estimate of the evidence
 TEST_BATCH = 500  # test images per batch
-# The loss Hessian in training, by one random direction: without bias, and the cheapest.
-# The evidence of a result is computed with all directions.
-SAMPLED = {"stochastic": True}
 # What the evidence of a history is, by estimator; of others, the log evidence at that epoch.
 ESTIMATES: dict[type[Estimator], str] = {
     Running: "log evidence (running estimate)",
@@ -82,87 +82,84 @@ def say(line: str, progress_bar: bool) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def load_images(config: ImagesConfig, seed: int) -> datasets.Split:
+def load_images(config: ImagesConfig, seed: int, *, needs_test: bool = True) -> datasets.Split:
     """Read the images of a configuration, as they are.
 
     Args:
         config: Source and numbers of the images.
         seed: Seed of the subsets.
+        needs_test: Whether to refuse data without a test set.
+
+    Raises:
+        ValueError: If there is no test set where one is needed.
     """
-    return datasets.load(
+    split = datasets.load(
         config.data,
         root=config.root,
         download=config.download,
         n_train=config.n_train,
         n_test=config.n_test,
+        size=config.size,
+        test_share=config.test_share,
         seed=seed,
     )
+    if needs_test and not split.has_test:
+        raise ValueError(
+            f"{split.name} has no test images, which are needed here; set some aside by "
+            "--test-share 0.2 (test_share=0.2)"
+        )
+    return split
 
 
-def load_transformed(config: ImagesConfig, transform: str, seed: int) -> datasets.Split:
+def load_transformed(
+    config: ImagesConfig, transform: str, seed: int, *, needs_test: bool = True
+) -> datasets.Split:
     """Read the images of a configuration and transform each of them by a draw of its own.
 
     Args:
         config: Source and numbers of the images.
         transform: Kind of transformation, one of ``datasets.TRANSFORM_KINDS``.
         seed: Seed of the subsets and of the transformations.
+        needs_test: Whether to refuse data without a test set.
     """
-    split = load_images(config, seed)
+    split = load_images(config, seed, needs_test=needs_test)
     generator = torch.Generator().manual_seed(seed)
     x_train = datasets.transformed(split.x_train, transform, generator)
     x_test = datasets.transformed(split.x_test, transform, generator)
     return replace(split, x_train=x_train, x_test=x_test)
 
 
-# Training.
-
-
-class Recipe(TypedDict):
-    """Arguments of ``marglik_training`` that experiments share."""
-
-    n_epochs: int
-    optimizer_kwargs: dict[str, Any]
-    scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler]
-    scheduler_kwargs: dict[str, Any]
-    n_epochs_burnin: int
-    marglik_frequency: int
-    n_hypersteps: int
-    backend_kwargs: dict[str, Any]
-
-
-def cosine_recipe(
-    n_epochs: int,
-    n_batches: int,
-    *,
-    lr: float = 5e-3,
-    lr_min: float = 5e-5,
-    n_epochs_burnin: int = 4,
-    marglik_frequency: int = 2,
-    n_hypersteps: int = 4,
-    backend_kwargs: Mapping[str, Any] | None = None,
-) -> Recipe:
-    """Return settings of training whose step size falls along half a cosine over all batches.
+def network_name(name: str | None, split: datasets.Split) -> str:
+    """Return the name of a network; by default one that suits the images.
 
     Args:
-        n_epochs: Number of epochs.
-        n_batches: Number of batches per epoch.
-        lr: Step size of the weights at the start.
-        lr_min: Step size of the weights at the end.
-        n_epochs_burnin: Number of epochs before the first estimate of the evidence, at most all.
-        marglik_frequency: Number of epochs between two estimates, at most all.
-        n_hypersteps: Number of steps on prior precisions per estimate.
-        backend_kwargs: Further options of the curvature.
+        name: The name; None chooses a convolutional network for images in colour.
+        split: The images.
     """
-    return Recipe(
-        n_epochs=n_epochs,
-        optimizer_kwargs={"lr": lr},
-        scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
-        scheduler_kwargs={"T_max": n_epochs * n_batches, "eta_min": lr_min},
-        n_epochs_burnin=min(n_epochs_burnin, n_epochs),
-        marglik_frequency=min(marglik_frequency, n_epochs),
-        n_hypersteps=n_hypersteps,
-        backend_kwargs=SAMPLED | dict(backend_kwargs or {}),
-    )
+    if name is not None:
+        return name
+    return "cnn" if split.in_shape[0] == 3 else "mlp"
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return a device by name.
+
+    Args:
+        name: The name, such as ``"cuda"``.
+
+    Raises:
+        ValueError: If there is no such device, or it cannot be used.
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {name!r} cannot be used here: {reason}") from error
+    return device
+
+
+# Training.
 
 
 def image_model(
@@ -195,9 +192,10 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = TEST_BA
         batch_size: Number of inputs at a time.
     """
     correct = 0
+    device = next(model.parameters(), torch.empty(0)).device
     with evaluation(model):
         for x, y in DataLoader(dataset, batch_size):
-            correct += int((model(x).argmax(-1) == y).sum().item())
+            correct += int((model(x.to(device)).argmax(-1) == y.to(device)).sum().item())
     return correct / len(dataset)
 
 

@@ -6,10 +6,18 @@ Like :mod:`.options` this imports neither torch nor numpy.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["Config", "check_not_negative", "check_positive", "choices_of", "normalised"]
+__all__ = [
+    "Config",
+    "check_not_negative",
+    "check_positive",
+    "check_ranges",
+    "choices_of",
+    "normalised",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +109,26 @@ def check_not_negative(config: Config, *names: str) -> None:
         value = getattr(config, name)
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {value}")
+
+
+def check_ranges(field_name: str, ranges: Mapping[str, float]) -> None:
+    """Raise ValueError if a range is not finite and positive, or a rotation beyond half a turn.
+
+    Args:
+        field_name: What the ranges are, for the message.
+        ranges: Widths by name; the names are checked by who knows them.
+    """
+    for name, width in ranges.items():
+        if not 0 <= width < math.inf:
+            raise ValueError(f"{field_name}: {name} must be finite and not negative, got {width}")
+        if name == "rotation" and width > math.pi * (1 + 1e-6):  # but for round-off
+            raise ValueError(_too_far(field_name, width))
+
+
+def _too_far(field_name: str, rotation: float) -> str:
+    """Return why a rotation is refused, and what to write if it is in degrees."""
+    found = f"got {rotation:.4g} ({math.degrees(rotation):.4g} degrees)"
+    words = f"{field_name}: rotation must be at most pi (180 degrees), all rotations, {found}"
+    if rotation <= 2 * math.pi:
+        return words
+    return f"{words}; degrees are written rotation={rotation:g}deg, math.radians in Python"

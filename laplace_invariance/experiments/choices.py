@@ -15,7 +15,10 @@ NetworkName = Literal["mlp", "cnn", "resnet"]
 EstimatorName = Literal["running", "refit", "kernel"]
 WeightsSubset = Literal["all", "last_layer"]
 LearnMethod = Literal["evidence", "none", "augerino", "fixed", "trivial-augment"]
-Start = Literal["search", "closed"]
+Switch = Literal["on", "off"]
+Curvature = Literal["ggn", "ef"]
+Structure = Literal["kron", "diag", "full"]
+RangesPrior = Literal["layerwise", "scalar", "diag"]
 LayersMethod = Literal["evidence", "map"]
 PathsStart = Literal["closed", "search", "off", "half-open", "open"]
 LayersTask = Literal["plain", "digit", "both"]
@@ -38,9 +41,23 @@ LEARN_METHODS: dict[LearnMethod, str] = {
         "torchvision's TrivialAugmentWide on training images, priors learnt by evidence"
     ),
 }
-STARTS: dict[Start, str] = {
-    "search": "where short trainings of many candidates have the highest evidence",
-    "closed": "at zero, with steps by gradient alone",
+SEARCH: dict[Switch, str] = {
+    "on": "many are tried in short trainings, and the best is where ranges start",
+    "off": "ranges start at zero or at --init, with steps by gradient alone",
+}
+CURVATURES: dict[Curvature, str] = {
+    "ggn": "generalised Gauss-Newton",
+    "ef": "empirical Fisher, from gradients alone",
+}
+STRUCTURES: dict[Structure, str] = {
+    "kron": "Kronecker-factored",
+    "diag": "diagonal",
+    "full": "all entries, of small networks",
+}
+RANGES_PRIORS: dict[RangesPrior, str] = {
+    "layerwise": "each tensor has its own",
+    "scalar": "all weights share one",
+    "diag": "each weight has its own, not with kron",
 }
 ESTIMATORS: dict[EstimatorName, str] = {
     "running": "from some of the minibatches that the weights are trained on",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,19 @@ from laplace_invariance.experiments.base import say
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn
 from laplace_invariance.experiments.options import CompareConfig
+from laplace_invariance.experiments.results import (
+    images_words,
+    range_words,
+    spaced,
+    transform_words,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["CompareConfig", "CompareResult", "compare"]
+
+LEAST_SHOWN = 0.01  # width below which a range is called closed
 
 
 @dataclass(frozen=True)
@@ -46,11 +54,12 @@ class CompareResult:
         return list(dict.fromkeys(method for _, method in self.results))
 
     def accuracies(self) -> dict[str, dict[str, float]]:
-        """Return mean test accuracies by transformation and method."""
+        """Return mean test accuracies by transformation and method; none without a test set."""
         means: dict[str, dict[str, float]] = {}
         for (transform, method), results in self.results.items():
-            mean = statistics.fmean(result.accuracy for result in results)
-            means.setdefault(transform, {})[method] = mean
+            found = [result.accuracy for result in results if result.accuracy is not None]
+            if found:
+                means.setdefault(transform, {})[method] = statistics.fmean(found)
         return means
 
     def summary(self) -> list[dict[str, Any]]:
@@ -58,19 +67,23 @@ class CompareResult:
         return [result.summary() for results in self.results.values() for result in results]
 
     def markdown(self) -> str:
-        """Return three tables: test accuracies, learnt ranges and evidences.
+        """Return what the data are, and a table of evidences, accuracies and ranges for each kind.
 
         All are means over seeds, with the standard deviation if there are several.
         """
-        parts = [
-            "Test accuracy in percent:",
-            self._table(_accuracy_cell),
-            "Ranges, and the true ones:",
-            self._table(_ranges_cell),
-            f"Log evidence per training image, {self._kind()}, samples {self._samples()}:",
-            self._table(_evidence_cell),
-        ]
+        parts = [self._data()]
+        for transform in self.transforms:
+            parts += [f"{transform_words(transform)}:".capitalize(), self._table(transform)]
+        parts.append(f"Log evidence per training image, {self._kind()}, samples {self._samples()}.")
         return "\n\n".join(parts)
+
+    def _data(self) -> str:
+        """Say which images these are, and what was trained on them."""
+        results = list(itertools.chain(*self.results.values()))
+        first = results[0]
+        seeds = sorted({result.config.seed for result in results})
+        words = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
+        return f"{first.config.data}: {images_words(first.data)}; network {first.net}; {words}."
 
     def _kind(self) -> str:
         """Say of which weights evidences are, and whether of all directions of the loss Hessian."""
@@ -92,21 +105,28 @@ class CompareResult:
         parts = [f"S = {n} ({', '.join(methods)})" for n, methods in numbers.items()]
         return " and ".join(parts)
 
-    def _table(self, cell: Callable[[list[LearnResult]], str]) -> str:
-        head = ["method", *(transform.replace("_", " ") for transform in self.transforms)]
-        rows = [head, ["---"] * len(head)]
-        for method in self.methods:
-            pairs = [(transform, method) for transform in self.transforms]
-            cells = [cell(self.results[pair]) if pair in self.results else "-" for pair in pairs]
-            if any(text != "-" for text in cells):
-                rows.append([method, *cells])
+    def _table(self, transform: str) -> str:
+        """Return the table of one kind of images, without columns that are empty."""
+        found = {method: self.results.get((transform, method)) for method in self.methods}
+        columns = {
+            "log evidence": {name: _evidence_cell(runs) for name, runs in found.items() if runs},
+            "test accuracy": {name: _accuracy_cell(runs) for name, runs in found.items() if runs},
+            "ranges": {name: _ranges_cell(runs) for name, runs in found.items() if runs},
+        }
+        shown = {head: cells for head, cells in columns.items() if set(cells.values()) != {"-"}}
+        rows = [["method", *shown], ["---"] * (1 + len(shown))]
+        for method in columns["log evidence"]:
+            rows.append([method, *(cells[method] for cells in shown.values())])
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     __str__ = markdown
 
 
 def _accuracy_cell(results: Sequence[LearnResult]) -> str:
-    return _spread([100 * result.accuracy for result in results], "{:.1f}")
+    found = [100 * result.accuracy for result in results if result.accuracy is not None]
+    if not found:
+        return "-"
+    return f"{_spread(found, '{:.1f}')} %"
 
 
 def _evidence_cell(results: Sequence[LearnResult]) -> str:
@@ -114,20 +134,26 @@ def _evidence_cell(results: Sequence[LearnResult]) -> str:
 
 
 def _ranges_cell(results: Sequence[LearnResult]) -> str:
-    """Say how wide the ranges are that should be, and the widest of the others."""
-    if not results[0].magnitudes:
+    """Say which ranges are open, and how far; of several seeds, the mean and the extremes."""
+    first = results[0]
+    if not first.magnitudes:
         return "-"
-    truth = results[0].truth
+    shape = first.data["in_shape"]
     parts = []
-    others: list[tuple[float, str]] = []
-    for name in results[0].magnitudes:
-        values = [result.magnitudes[name] for result in results]
-        if truth[name] > 0:
-            parts.append(f"{_short(name)} {_spread(values, '{:.2f}')} ({truth[name]:.2f})")
-        else:
-            others.append((max(values), name))
-    widest, name = max(others)
-    return ", ".join([*parts, f"others ≤ {widest:.2f} ({_short(name)})"])
+    for name in first.magnitudes:
+        widths = [result.magnitudes[name] for result in results]
+        if max(widths) < LEAST_SHOWN and name not in first.truth:
+            continue
+        words = range_words(name, statistics.fmean(widths), shape)
+        if len(widths) > 1:
+            extremes = [range_words(name, width, shape) for width in (min(widths), max(widths))]
+            words += f" (from {extremes[0]} to {extremes[1]})"
+        if name in first.truth:
+            words += f", true {range_words(name, first.truth[name], shape)}"
+        parts.append(f"{spaced(name)} {words}")
+    if len(parts) < len(first.magnitudes):
+        parts.append("others closed" if parts else "all closed")
+    return "; ".join(parts)
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -135,10 +161,6 @@ def _spread(values: Sequence[float], form: str) -> str:
     if len(values) == 1:
         return mean
     return f"{mean} ± {form.format(statistics.stdev(values))}"
-
-
-def _short(name: str) -> str:
-    return name.replace("_translation", " shift").replace("_", " ")
 
 
 def compare(
@@ -169,15 +191,23 @@ def compare(
             name = f"{Path(run.data).stem}-{run.transform}-{run.method}-{run.seed}"
             say(f"{i} of {len(runs)}: {name}", progress_bar)
             result = learn(run, directory.path(name), resume=resume, progress_bar=progress_bar)
-            say(f"    accuracy {result.accuracy:.1%}, {result.seconds:.0f} s", progress_bar)
+            say(f"    {_progress(result)}, {result.seconds:.0f} s", progress_bar)
             results.setdefault((run.transform, run.method), []).append(result)
             if i == 1:  # the configuration is possible, so the directory is this comparison's
                 directory.begin()
         comparison = CompareResult(results)
         directory.save("comparison.md", comparison.markdown())
         directory.save("summary.json", comparison.summary())
-        _draw(directory, comparison)
+        if comparison.accuracies():
+            _draw(directory, comparison)
     return comparison
+
+
+def _progress(result: LearnResult) -> str:
+    words = f"log evidence {result.evidence:.3f}"
+    if result.accuracy is None:
+        return words
+    return f"{words}, accuracy {result.accuracy:.1%}"
 
 
 def _draw(directory: RunDirectory, comparison: CompareResult) -> None:

@@ -70,8 +70,9 @@ class RunDirectory:
         """
         if self.out is None or self._locked:
             return
-        if not self.out.exists():
-            self._stack.callback(_remove_if_empty, self.out)
+        missing = [path for path in (self.out, *self.out.parents) if not path.exists()]
+        for path in reversed(missing):  # the innermost is removed first
+            self._stack.callback(_remove_if_empty, path)
         self.out.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(locked(self.out / ".lock"))
         self._locked = True
@@ -144,6 +145,7 @@ class RunDirectory:
         if self.config is None or path is None or not path.exists():
             return
         if not self.resume:
+            self._check_use(path.parent / ".lock")
             raise FileExistsError(
                 f"{path} exists; pass --resume (resume=True) to continue that run, or choose "
                 "another directory"
@@ -169,11 +171,17 @@ class RunDirectory:
                 "was changed"
             )
 
+    def _check_use(self, lock: Path) -> None:
+        """Raise if another process uses the directory now, which cannot be resumed then."""
+        if not self._locked and lock.exists():
+            with locked(lock):
+                pass
+
 
 def _other_format(path: Path, found: int, wanted: int) -> ValueError:
     return ValueError(
-        f"{path} has format {found} and this version writes format {wanted}: its evidences were "
-        "computed in another way, so that it can be neither read nor continued; choose another "
+        f"{path} has format {found} and this version writes format {wanted}: it was computed, or "
+        "is kept, in another way, so that it can be neither read nor continued; choose another "
         "directory; nothing was changed"
     )
 

@@ -1,7 +1,7 @@
 """Learn to which transformations images are invariant, and how far.
 
-Images are transformed in a known way, and a network learns by evidence how far they were. All
-methods run through ``marglik_training`` and differ in three things only: what the network is
+Images are taken as they are, or transformed in a known way, so that it is known how far they were.
+All methods run through ``marglik_training`` and differ in three things only: what the network is
 averaged over, the objective, and what happens to training images on the way.
 """
 
@@ -9,35 +9,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from laplace.curvature.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import AffineImage
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
 from laplace_invariance.experiments.base import (
     BATCH,
     MARGLIK_BATCH,
     N_SHOWN,
     TEST_BATCH,
     accuracy,
+    chosen_device,
     cosine_recipe,
     draw_evidence,
     image_model,
     load_transformed,
+    network_name,
     seeded,
     training_seconds,
-    with_error,
 )
-from laplace_invariance.experiments.choices import LEARN_METHODS
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LearnConfig
+from laplace_invariance.experiments.results import LearnResult, data_of
+from laplace_invariance.files import replace
 from laplace_invariance.layers import FixupResNet, cnn, mlp
 from laplace_invariance.marglik import (
     Augerino,
@@ -48,108 +52,30 @@ from laplace_invariance.marglik import (
     marglik_training,
 )
 from laplace_invariance.marglik.estimators import chosen_estimator
-from laplace_invariance.tables import labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LEARN_NETWORKS", "LearnConfig", "LearnResult", "learn", "learnt_model"]
+__all__ = [
+    "CURVATURES",
+    "LEARN_NETWORKS",
+    "LearnConfig",
+    "LearnResult",
+    "build_model",
+    "learn",
+    "learnt_model",
+]
+
+CURVATURES: dict[str, type[CurvatureInterface]] = {"ggn": AugmentedGGN, "ef": AugmentedEF}
+
+START_OF_AUGERINO = 0.1
+MOST_FULL = 10_000  # weights whose full curvature fits into memory
 
 LEARN_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
     "cnn": cnn,
     "resnet": lambda in_shape, n_classes: FixupResNet(in_shape[0], n_classes, depth=8),
 }
-
-
-@dataclass(frozen=True)
-class LearnResult:
-    """Ranges, accuracy and evidence of one run; prints as a summary.
-
-    Attributes:
-        config: Configuration of the run.
-        accuracy: Accuracy on the test images.
-        evidence: Log evidence per training image, of all directions of the loss Hessian.
-        evidence_error: Standard error of the evidence; 0 if it is exact, as up to 33 classes.
-        newton_decrement: By how much a Newton step on the weights would raise their log posterior,
-            per training image; far from zero the evidence is not to be trusted.
-        n_samples: Number of samples that outputs are averaged over; with more of them the evidence
-            is higher.
-        ranges: Learnt ranges in words, by name; empty without an augmentation.
-        magnitudes: Learnt ranges as numbers, by name.
-        truth: True ranges, by name.
-        scale_correlation: Correlation of the two axes' scalings, if correlations were learnt.
-        seconds: Duration of search and training, validation included.
-        search: What the search for a start tried: the best trial, all trials, and the evidence of
-            guessing; None without a search.
-        training: What ``marglik_training`` returned; None if the result was read from a file.
-    """
-
-    config: LearnConfig
-    accuracy: float
-    evidence: float
-    evidence_error: float
-    newton_decrement: float
-    n_samples: int
-    ranges: dict[str, str]
-    magnitudes: dict[str, float]
-    truth: dict[str, float]
-    scale_correlation: float | None
-    seconds: float
-    search: dict[str, Any] | None = None
-    training: Result | None = field(default=None, repr=False, compare=False)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the configuration and all that was learnt, for JSON."""
-        left_out = ("config", "training")
-        values = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {"experiment": asdict(self.config), **values}
-
-    def __str__(self) -> str:
-        config = self.config
-        words = config.transform.replace("_", " ")
-        lines = [
-            labelled("data", f"{config.data}, {words}, seed {config.seed}"),
-            labelled("method", f"{config.method}: {LEARN_METHODS[config.method]}"),
-        ]
-        if self.search is not None:
-            lines.append(labelled("search", self._search_words(self.search)))
-        if self.magnitudes:
-            lines += self._range_lines()
-        if self.scale_correlation is not None:
-            lines.append(labelled("x and y scale", f"correlated by {self.scale_correlation:.2f}"))
-        lines.append(labelled("test accuracy", f"{self.accuracy:.1%}"))
-        lines.append(labelled("log evidence", self._evidence_words()))
-        lines.append(labelled("time", f"{self.seconds:.0f} s"))
-        return "\n".join(lines)
-
-    def _search_words(self, search: dict[str, Any]) -> str:
-        """Return what the search tried, where it starts, and what came next."""
-        found = SearchResult.from_state_dict(search)
-        words = f"{len(found.trials)} candidates, starts at: {found.best}"
-        rivals = [t for t in found.trials if t != found.best and t.n_steps == found.best.n_steps]
-        if rivals:
-            words += f"; next, by {rivals[0].loss:.3f} nats: {rivals[0]}"
-        return words
-
-    def _evidence_words(self) -> str:
-        words = f"{with_error(self.evidence, self.evidence_error)} per training image"
-        if self.config.subset_of_weights == "last_layer":
-            words += ", of the last layer"
-        if self.n_samples > 1:
-            words += f", {self.n_samples} samples"
-        return words
-
-    def _range_lines(self) -> list[str]:
-        """Return a line for each range that is not zero in truth, and one for all others."""
-        true = AffineImage(init=self.truth).ranges()
-        wanted = [name for name, value in self.truth.items() if value > 0]
-        lines = [labelled(name, f"{self.ranges[name]}, true {true[name]}") for name in wanted]
-        rest = {name: value for name, value in self.magnitudes.items() if name not in wanted}
-        widest = max(rest, key=lambda name: rest[name])
-        label = "all others" if wanted else "all ranges"
-        text = f"at most {rest[widest]:.3f} ({widest}: {self.ranges[widest]})"
-        return [*lines, labelled(label, text)]
 
 
 def learn(
@@ -176,29 +102,50 @@ def learn(
         if summary is not None:
             del summary["experiment"]
             return LearnResult(config, **summary)
-        split, model, augmentation = _prepare(config)
+        split, model = _prepare(config)
         directory.begin()
         start = time.perf_counter()
         training = _train(config, split, model, directory, progress_bar)
         # The history has the time of interrupted calls before, the clock that of validation.
         seconds = max(training_seconds(training.history), time.perf_counter() - start)
-        result = LearnResult(
-            config,
-            accuracy=accuracy(model, TensorDataset(split.x_test, split.y_test)),
-            evidence=training.evidence / len(split.x_train),
-            evidence_error=training.evidence_error / len(split.x_train),
-            newton_decrement=training.newton_decrement / len(split.x_train),
-            n_samples=training.n_samples.get("", 1),
-            **_learnt(augmentation),
-            truth=datasets.true_ranges(config.transform),
-            scale_correlation=_scale_correlation(config, augmentation),
-            seconds=seconds,
-            search=None if training.search is None else training.search.state_dict(),
-            training=training,
-        )
-        _draw(directory, result, training, augmentation, split.x_train)
+        result = _result(config, split, training, seconds)
+        model_file = directory.path("model.pt")
+        if model_file is not None:
+            replace(model_file, lambda file: torch.save(model.state_dict(), file))
+        drawn = deepcopy(getattr(model, "augmentation", None))
+        if drawn is not None:
+            drawn.to("cpu")
+        _draw(directory, result, training, drawn, split.x_train)
         directory.save("summary.json", result.summary())
     return result
+
+
+def _result(
+    config: LearnConfig, split: datasets.Split, training: Result, seconds: float
+) -> LearnResult:
+    """Put together what was learnt."""
+    augmentation = getattr(training.model, "augmentation", None)
+    n_train = len(split.x_train)
+    rate = None
+    if split.has_test:
+        rate = accuracy(training.model, TensorDataset(split.x_test, split.y_test))
+    true = datasets.true_ranges(config.transform)
+    return LearnResult(
+        config,
+        data=data_of(split),
+        net=network_name(config.net, split),
+        accuracy=rate,
+        evidence=training.evidence / n_train,
+        evidence_error=training.evidence_error / n_train,
+        newton_decrement=training.newton_decrement / n_train,
+        n_samples=training.n_samples.get("", 1),
+        **_learnt(augmentation, split.in_shape),
+        truth={name: value for name, value in true.items() if value > 0},
+        scale_correlation=_scale_correlation(config, augmentation),
+        seconds=seconds,
+        search=None if training.search is None else training.search.state_dict(),
+        training=training,
+    )
 
 
 def learnt_model(result: LearnResult, out: str | Path | None) -> tuple[nn.Module, TensorDataset]:
@@ -213,7 +160,7 @@ def learnt_model(result: LearnResult, out: str | Path | None) -> tuple[nn.Module
     """
     config = result.config
     with RunDirectory(out, config, resume=True) as directory, seeded(config.seed):
-        split, model, _ = _prepare(config)
+        split, model = _prepare(config)
         if result.training is not None:
             model = result.training.model
         else:
@@ -222,21 +169,49 @@ def learnt_model(result: LearnResult, out: str | Path | None) -> tuple[nn.Module
     return model, TensorDataset(split.x_train, split.y_train)
 
 
-def _prepare(config: LearnConfig) -> tuple[datasets.Split, nn.Module, AffineImage | None]:
+def _prepare(config: LearnConfig) -> tuple[datasets.Split, nn.Module]:
     """Return transformed images, and the model as training starts with it."""
-    split = load_transformed(config, config.transform, config.seed)
+    device = chosen_device(config.device)
+    split = load_transformed(config, config.transform, config.seed, needs_test=False)
+    model = build_model(config, network_name(config.net, split), split.n_classes, split.x_train)
+    if config.structure == "full" and config.subset_of_weights == "all":
+        _check_full(model)
+    return split, model.to(device)
+
+
+def build_model(config: LearnConfig, net: str, n_classes: int, images: Tensor) -> nn.Module:
+    """Return the model of a configuration, as training starts with it.
+
+    Args:
+        config: Augmentation, and number of samples.
+        net: Network, a name in ``LEARN_NETWORKS``.
+        n_classes: Number of outputs.
+        images: Images ``[n, channels, height, width]`` of which the model takes mean and deviation.
+    """
     augmentation = _augmentation(config)
-    net = LEARN_NETWORKS[config.net](split.in_shape, split.n_classes)
-    return split, image_model(net, split.x_train, augmentation, config.n_samples), augmentation
+    network = LEARN_NETWORKS[net](tuple(images.shape[1:]), n_classes)
+    return image_model(network, images, augmentation, config.n_samples)
+
+
+def _check_full(model: nn.Module) -> None:
+    """Raise if a matrix of all weights would not fit into memory, or take forever."""
+    n = sum(weight.numel() for weight in model.parameters())
+    if n > MOST_FULL:
+        raise ValueError(
+            f"a full curvature of {n} weights has {n} x {n} entries, and at most {MOST_FULL} "
+            "weights are allowed; choose structure kron or diag, or subset_of_weights last_layer"
+        )
 
 
 def _augmentation(config: LearnConfig) -> AffineImage | None:
-    if config.method == "evidence":
-        return AffineImage(correlated=config.correlated)
-    if config.method == "augerino":
-        return AffineImage(init=0.1, correlated=config.correlated)
+    options: dict[str, Any] = {"draws": config.draws}
     if config.method == "fixed":
-        return AffineImage(init=dict(config.fixed)).frozen()
+        return AffineImage(init=dict(config.fixed), **options).frozen()
+    options |= {"learn": config.learn, "correlated": config.correlated}
+    if config.method == "evidence":
+        return AffineImage(init=dict(config.init), **options)
+    if config.method == "augerino":
+        return AffineImage(init=dict(config.init) or START_OF_AUGERINO, **options)
     return None
 
 
@@ -254,29 +229,38 @@ def _train(
     progress_bar: bool,
 ) -> Result:
     train = TensorDataset(split.x_train, split.y_train)
-    test = TensorDataset(split.x_test, split.y_test)
+    shown = None
+    if split.has_test:
+        test = TensorDataset(split.x_test[:N_SHOWN], split.y_test[:N_SHOWN])
+        shown = DataLoader(test, TEST_BATCH)
     collate = None
     if config.method == "trivial-augment":
         collate = _trivially_augmented
     loader = DataLoader(train, BATCH, shuffle=True, collate_fn=collate)
-    options: dict[str, Any] = {}
+    recipe = cosine_recipe(config.n_epochs, len(loader))
+    if config.curvature == "ef":  # of gradients, whose directions are not sampled
+        recipe["backend_kwargs"] = {}
+    rate = config.lr_aug
     if config.method == "augerino":
-        options["lr_aug"] = config.lr_augerino
+        rate = config.lr_augerino
     return marglik_training(
         model,
         loader,
         objective=_objective(config),
         estimator=_estimator(config),
-        search=config.method == "evidence" and config.start == "search",
+        search=config.method == "evidence" and config.searches,
+        lr_aug=rate,
         subset_of_weights=config.subset_of_weights,
+        hessian_structure=config.structure,
+        prior_structure=config.prior_structure,
         marglik_loader=DataLoader(train, MARGLIK_BATCH),
-        valid_loader=DataLoader(TensorDataset(*test[:N_SHOWN]), TEST_BATCH),
+        valid_loader=shown,
         checkpoint=directory.path("checkpoint.pt"),
         history=directory.path("history.jsonl"),
         resume=directory.resume,
         progress_bar=progress_bar,
-        **cosine_recipe(config.n_epochs, len(loader)),
-        **options,
+        backend=CURVATURES[config.curvature],
+        **recipe,
     )
 
 
@@ -297,11 +281,11 @@ def _trivially_augmented(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor,
     return torch.stack(images).to(x.dtype) / 255, y
 
 
-def _learnt(augmentation: AffineImage | None) -> dict[str, Any]:
+def _learnt(augmentation: AffineImage | None, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the ranges of an augmentation, in words and as numbers."""
     if augmentation is None:
         return {"ranges": {}, "magnitudes": {}}
-    return {"ranges": augmentation.ranges(), "magnitudes": augmentation.magnitudes()}
+    return {"ranges": augmentation.ranges(shape), "magnitudes": augmentation.magnitudes()}
 
 
 @torch.no_grad()
@@ -313,7 +297,8 @@ def _scale_correlation(config: LearnConfig, augmentation: AffineImage | None) ->
     """
     if augmentation is None or not config.correlated:
         return None
-    columns = augmentation.coefficients(torch.eye(len(augmentation.names))).unbind(1)
+    draws = torch.eye(len(augmentation.names)).to(augmentation.eta)
+    columns = augmentation.coefficients(draws).unbind(1)
     x_scale, y_scale = (columns[augmentation.names.index(f"{axis}_scale")] for axis in "xy")
     return F.cosine_similarity(x_scale, y_scale, dim=0).item()
 

@@ -6,7 +6,7 @@ widths of one range, from the weights that were learnt.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from laplace_invariance import plots
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
 from laplace_invariance.experiments.directory import RunDirectory
-from laplace_invariance.experiments.learn import LearnResult, learn, learnt_model
+from laplace_invariance.experiments.learn import CURVATURES, LearnResult, learn, learnt_model
 from laplace_invariance.experiments.options import ProfileConfig
 from laplace_invariance.marglik.profiles import Profile, profile_of
 from laplace_invariance.marglik.profiles import profile as evidence_profile
@@ -35,13 +35,13 @@ class ProfileResult:
     Attributes:
         config: Configuration of the run.
         profile: Evidences by width of the range.
-        truth: True width of the range.
+        truth: How far the images were transformed along the range; None if that is not known.
         learnt: Result of ``learn``.
     """
 
     config: ProfileConfig
     profile: Profile
-    truth: float
+    truth: float | None
     learnt: LearnResult = field(repr=False)
 
     def summary(self) -> dict[str, Any]:
@@ -49,8 +49,9 @@ class ProfileResult:
         return {"experiment": asdict(self.config), "truth": self.truth} | self.profile.summary()
 
     def __str__(self) -> str:
-        true = self.profile.in_words(self.truth)
-        return f"{self.profile}\ntrue is {true}"
+        if self.truth is None:
+            return str(self.profile)
+        return f"{self.profile}\ntrue is {self.profile.in_words(self.truth)}"
 
 
 def profile(
@@ -82,7 +83,10 @@ def profile(
         found = _finished(directory, config)
         if found is None:
             found = _compute(config, directory, learnt, progress_bar)
-        result = ProfileResult(config, found, learnt.truth[config.name], learnt)
+        # in units of these images
+        words = partial(AffineImage().in_words, config.name, shape=learnt.data["in_shape"])
+        found = replace(found, in_words=words)
+        result = ProfileResult(config, found, learnt.truth.get(config.name), learnt)
         _draw(directory, result)
         directory.save("summary.json", result.summary())
     return result
@@ -110,7 +114,10 @@ def _compute(
             n_repeats=config.n_repeats,
             hold_others=config.hold_others,
             subset_of_weights=config.subset_of_weights,
-            backend_kwargs=SAMPLED,
+            hessian_structure=config.structure,
+            prior_structure=config.prior_structure,
+            backend=CURVATURES[config.curvature],
+            backend_kwargs=SAMPLED if config.curvature == "ggn" else {},
             checkpoint=directory.path("profile.json"),
             resume=directory.out is not None,
             progress_bar=progress_bar,

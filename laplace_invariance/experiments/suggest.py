@@ -24,11 +24,13 @@ from laplace_invariance.experiments.base import (
     cosine_recipe,
     image_model,
     load_transformed,
+    network_name,
     seeded,
 )
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LEARN_NETWORKS
 from laplace_invariance.experiments.options import SuggestConfig
+from laplace_invariance.experiments.results import transform_words
 from laplace_invariance.files import replace
 from laplace_invariance.marglik import MAP, Suggestions, marglik_training
 from laplace_invariance.marglik import suggest as suggest_for
@@ -50,12 +52,14 @@ class SuggestResult:
 
     Attributes:
         config: Configuration of the run.
-        accuracy: Accuracy of the network on the test images.
+        accuracy: Accuracy of the network on the test images; None if there are none.
+        net: Network.
         suggestions: Gains in evidence by augmentation.
     """
 
     config: SuggestConfig
-    accuracy: float
+    accuracy: float | None
+    net: str
     suggestions: Suggestions
 
     def summary(self) -> dict[str, Any]:
@@ -63,18 +67,20 @@ class SuggestResult:
         return {
             "experiment": asdict(self.config),
             "accuracy": self.accuracy,
+            "net": self.net,
             "suggestions": self.suggestions.to_dict(),
         }
 
     def __str__(self) -> str:
         config = self.config
-        words = config.transform.replace("_", " ")
+        words = transform_words(config.transform)
         source = config.weights or f"{config.n_epochs} epochs without augmentation"
         lines = [
             labelled("data", f"{config.data}, {words}, seed {config.seed}"),
-            labelled("network", f"{config.net}, {source}"),
-            labelled("test accuracy", f"{self.accuracy:.1%}"),
+            labelled("network", f"{self.net}, {source}"),
         ]
+        if self.accuracy is not None:
+            lines.append(labelled("test accuracy", f"{self.accuracy:.1%}"))
         return "\n".join([*lines, "", str(self.suggestions), ""])
 
 
@@ -101,8 +107,8 @@ def suggest(
         summary = directory.finished()
         if summary is not None:
             found = Suggestions.from_dict(summary["suggestions"])
-            return SuggestResult(config, summary["accuracy"], found)
-        split = load_transformed(config, config.transform, config.seed)
+            return SuggestResult(config, summary["accuracy"], summary["net"], found)
+        split = load_transformed(config, config.transform, config.seed, needs_test=False)
         augmentation = AffineImage()
         candidates_of(augmentation, config.ranges or None)  # refuse before anything is trained
         check_targets([split.y_train])
@@ -125,15 +131,17 @@ def suggest(
             resume=resume,
             progress_bar=progress_bar,
         )
-        rate = accuracy(net, TensorDataset(split.x_test, split.y_test))
-        result = SuggestResult(config, rate, found)
+        rate = None
+        if split.has_test:
+            rate = accuracy(net, TensorDataset(split.x_test, split.y_test))
+        result = SuggestResult(config, rate, network_name(config.net, split), found)
         directory.figure("suggest.png", (8, 1.5 + 0.35 * len(found.rows)), _drawing(result))
         directory.save("summary.json", result.summary())
     return result
 
 
 def _network(config: SuggestConfig, split: datasets.Split) -> nn.Module:
-    net = LEARN_NETWORKS[config.net](split.in_shape, split.n_classes)
+    net = LEARN_NETWORKS[network_name(config.net, split)](split.in_shape, split.n_classes)
     return image_model(net, split.x_train, None, config.n_samples)
 
 
@@ -178,7 +186,7 @@ def _train(
 
 def _drawing(result: SuggestResult) -> Callable[[Figure], object]:
     config, found = result.config, result.suggestions
-    title = f"{config.net} on {config.data}, {config.transform.replace('_', ' ')}"
+    title = f"{result.net} on {config.data}, {config.transform.replace('_', ' ')}"
 
     def draw(figure: Figure) -> None:
         plots.gains(

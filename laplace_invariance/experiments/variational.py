@@ -27,6 +27,7 @@ from laplace_invariance.experiments.base import (
 from laplace_invariance.experiments.choices import VARIATIONAL_METHODS, VariationalMethod
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import VariationalConfig
+from laplace_invariance.experiments.results import transform_words
 from laplace_invariance.tables import table
 from laplace_invariance.variational import ShallowNetwork, fit
 
@@ -101,9 +102,10 @@ class VariationalResult:
 
     def __str__(self) -> str:
         config = self.config
-        words = config.transform.replace("_", " ")
-        truth = _true_degrees(config)
-        head = f"{config.data}, {words} (true range ±{truth:.0f} degrees), seed {config.seed}"
+        words = transform_words(config.transform)
+        if config.transform != "original":  # only then is a truth known
+            words += f" (true range ±{_true_degrees(config):.0f} degrees)"
+        head = f"{config.data}, {words}, seed {config.seed}"
         rows = [_row(run) for run in self.runs]
         cells = [list(rows[0]), *(list(row.values()) for row in rows)]
         parts = [head, table(cells, right=range(1, 7), gap=3)]

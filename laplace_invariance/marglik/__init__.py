@@ -3,6 +3,7 @@
 from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.marglik.estimators import KernelBound, Refit, Running
 from laplace_invariance.marglik.evidence import log_evidence
+from laplace_invariance.marglik.learnt import LearntAugmentation, learn_augmentation
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
 from laplace_invariance.marglik.profiles import Profile, profile
 from laplace_invariance.marglik.search import Search, SearchResult
@@ -14,6 +15,7 @@ __all__ = [
     "Augerino",
     "Evidence",
     "KernelBound",
+    "LearntAugmentation",
     "Objective",
     "Profile",
     "Refit",
@@ -24,6 +26,7 @@ __all__ = [
     "SearchResult",
     "Suggestion",
     "Suggestions",
+    "learn_augmentation",
     "log_evidence",
     "marglik_training",
     "profile",

@@ -93,3 +93,42 @@ REJECTED = {
 def test_bad_input_is_explained(build, match):
     with pytest.raises(ValueError, match=match):
         build()
+
+
+def test_ranges_are_said_in_units_of_the_image():
+    augmentation = li.AffineImage(
+        init={"x_translation": 0.5, "y_translation": 0.5, "rotation": 1.0, "shear": 0.1}
+    )
+    assert augmentation.ranges((3, 9, 33)) == {
+        "x_translation": "±8.0 pixels",
+        "y_translation": "±2.0 pixels",
+        "rotation": "±57.3 degrees",
+        "x_scale": "factor 1.00 to 1.00",
+        "y_scale": "factor 1.00 to 1.00",
+        "shear": "factor 0.90 to 1.11 along the diagonals",
+    }
+    assert augmentation.ranges()["x_translation"] == "±0.500 half-widths"
+
+
+def test_a_translation_in_pixels_moves_the_image_by_so_many():
+    image = torch.zeros(1, 1, 9, 33)
+    image[0, 0, 4, 16] = 1
+    coefficients = torch.zeros(1, 1, 6)
+    coefficients[..., 0] = 0.5  # 8.0 pixels, as it is said
+    moved = li.AffineImage().transform_by(image, coefficients)
+    assert moved[0, 0, 0, 4].argmax() == 16 - 8
+
+
+def test_a_shear_stretches_one_diagonal_and_shrinks_the_other():
+    augmentation = li.AffineImage()
+    matrix = augmentation.exponential(torch.tensor([0, 0, 0, 0, 0, 0.1]))[:2, :2]
+    diagonals = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    factors = torch.tensor([0.1, -0.1]).exp()
+    torch.testing.assert_close(matrix @ diagonals, diagonals * factors)
+
+
+@pytest.mark.parametrize("angle", [90, -3.2])
+def test_angles_beyond_half_a_turn_are_refused(angle):
+    with pytest.raises(ValueError, match=r"rotation must be at most pi.*math\.radians\(90\)"):
+        li.AffineImage(init={"rotation": angle})
+    assert li.AffineImage(init={"rotation": math.pi}).magnitudes()["rotation"] <= math.pi + 1e-6

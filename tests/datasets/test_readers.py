@@ -117,6 +117,20 @@ BAD_ARRAYS = {
         r"y_train must be \[n\].*got shape \[6, 1\]",
     ),
     "labels of floats": ({"y_train": np.zeros(6)}, "y_train .*float64"),
+    "labels from 1": (
+        {"y_train": np.array([1, 2, 3, 1, 2, 3])},
+        "y_train has the labels 1, 2, 3, but 3 classes are labelled 0 to 2, .*searchsorted",
+    ),
+    "labels with a gap": (
+        {"y_train": np.array([0, 1, 3, 0, 1, 3])},
+        "y_train has the labels 0, 1, 3, but 3 classes",
+    ),
+    "one class": ({"y_train": np.zeros(6, np.uint8)}, "y_train has one class"),
+    "other test labels": (
+        {"y_test": np.array([0, 1, 8, 9])},
+        "y_test has labels that y_train has not: 8, 9",
+    ),
+    "names of files": ({"x_train": np.array(["a"] * 6)}, "x_train must be uint8.*got <U1"),
     "negative labels": ({"y_train": np.full(6, -1)}, "y_train .*from -1 on"),
     "objects": ({"y_train": np.array([None] * 6)}, "plain arrays"),
 }

@@ -73,10 +73,10 @@ def test_run_of_an_earlier_format_is_refused(tmp_path):
     begin(tmp_path)
     path = tmp_path / "experiment.json"
     saved = json.loads(path.read_text())
-    assert saved.pop("format") == CONFIG.format == 3
+    assert saved.pop("format") == CONFIG.format == 4
     before = json.dumps(saved)  # without a number, as the first format was
     path.write_text(before)
-    with pytest.raises(ValueError, match="has format 1 and this version writes format 3: its"):
+    with pytest.raises(ValueError, match="has format 1 and this version writes format 4: it was"):
         RunDirectory(tmp_path, CONFIG, resume=True)
     with pytest.raises(FileExistsError, match="--resume"):
         RunDirectory(tmp_path, CONFIG)
@@ -176,7 +176,7 @@ for command in sys.argv[1:]:
 def test_without_matplotlib_all_but_figures_is_written(tmp_path):
     small = "--samples 2 --train 60 --test 30 --epochs 1 --quiet --out"
     commands = [
-        f"learn --start closed {small} {tmp_path}/learn",
+        f"learn --search off {small} {tmp_path}/learn",
         f"compare --transform original --method none fixed {small} {tmp_path}/compare",
         f"measure --method plain {small} {tmp_path}/measure",
         f"demo points --samples 2 --epochs 12 --quiet --out {tmp_path}/demo",
@@ -190,7 +190,7 @@ def test_without_matplotlib_all_but_figures_is_written(tmp_path):
         return {path.name for path in (tmp_path / name).iterdir() if path.is_file()}
 
     whole = {"experiment.json", "summary.json"}
-    assert files("learn") == whole | {"checkpoint.pt", "history.jsonl"}
+    assert files("learn") == whole | {"checkpoint.pt", "history.jsonl", "model.pt"}
     assert files("compare") == whole | {"comparison.md"}
     assert files("measure") == whole | {"report.txt"}
     assert not (tmp_path / "demo").exists()  # it has nothing but a figure

@@ -10,7 +10,7 @@ from laplace_invariance.experiments.compare import CompareConfig, CompareResult,
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnConfig, LearnResult
 
-SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "start": "closed"}
+SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "search": "off"}
 CELLS = {
     "transforms": ("fully_rotated", "original"),
     "methods": ("evidence", "none"),
@@ -21,6 +21,8 @@ CELLS = {
 def result_of(magnitudes=(), truth=(), accuracy=0.5, error=0.0, n_samples=8, **options):
     return LearnResult(
         LearnConfig(**options),
+        data={"n_train": 9, "n_test": 5, "in_shape": [1, 28, 28], "n_classes": 3},
+        net="mlp",
         accuracy=accuracy,
         evidence=-1.0,
         evidence_error=error,
@@ -54,9 +56,11 @@ def test_tables_have_means_and_spreads(tmp_path, capfd):
     assert len(json.loads((tmp_path / "summary.json").read_text())) == 8
     assert "8 of 8: digits-original-none-1" in capfd.readouterr().err
     values = [100 * result.accuracy for result in comparison.results["original", "none"]]
-    assert f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" in table
-    assert "| method | fully rotated | original |" in table
-    assert "(3.14)" in table
+    assert f"| {np.mean(values):.1f} ± {np.std(values, ddof=1):.1f} % |" in table
+    data = "digits: 100 to train on, 50 to test on, 8 x 8 pixels, grey, 10 classes; network mlp; "
+    assert table.startswith(f"{data}2 seeds.\n\nFully rotated:\n\n| method | log evidence | test")
+    assert "\n\nImages as they are:\n\n| method |" in table
+    assert table.count("true ±180.0 degrees") == 1  # of images that were rotated, and no others
     with pytest.raises(FileExistsError, match=f"{tmp_path}/experiment.json exists; .*--resume"):
         compare(config, tmp_path)
     assert str(compare(config, tmp_path, resume=True)) == table
@@ -66,12 +70,16 @@ def test_tables_have_means_and_spreads(tmp_path, capfd):
         compare(CompareConfig(net="cnn", **CELLS, **SMALL), tmp_path, resume=True)
 
 
-def test_table_names_what_was_wanted_and_the_widest_of_the_rest():
-    truth = {"rotation": 0.0, "x_translation": 0.57, "shear": 0.0}
-    found = {"rotation": 0.03, "x_translation": 0.5, "shear": 0.07}
-    result = result_of(found, truth, transform="translated")
+def test_ranges_are_in_words_and_closed_ones_are_not_listed():
+    found = {"rotation": 0.0003, "x_translation": 0.5, "x_scale": 0.2}
+    result = result_of(found, {"x_translation": 4 / 7}, transform="translated")
     table = CompareResult({("translated", "evidence"): [result]}).markdown()
-    assert "x shift 0.50 (0.57), others ≤ 0.07 (shear)" in table
+    ranges = "x translation ±6.8 pixels, true ±7.7 pixels; x scale factor 0.82 to 1.22"
+    assert f"| {ranges}; others closed |" in table
+    others = [result_of({"rotation": width}) for width in (1.0, 2.0)]
+    table = CompareResult({("original", "evidence"): others}).markdown()
+    assert "rotation ±85.9 degrees (from ±57.3 degrees to ±114.6 degrees) |" in table
+    assert "true" not in table
 
 
 def test_evidences_come_with_their_samples_and_errors():
@@ -85,11 +93,18 @@ def test_evidences_come_with_their_samples_and_errors():
     caption = (
         "Log evidence per training image, exact, samples S = 8 (evidence, fixed) and S = 1 (none)"
     )
-    assert f"{caption}:\n\n| method | original |" in exact
-    assert "| evidence | -1.000 ± 0.000 |" in exact
+    assert exact.endswith(f"{caption}.")
+    assert "| evidence | -1.000 ± 0.000 | 50.0 ± 0.0 % |" in exact
     estimated = result_of(error=0.02, subset_of_weights="last_layer")
     table = CompareResult({("original", "evidence"): [estimated]}).markdown()
     assert "image, of the last layer, with standard errors up to 0.020, samples S = 8" in table
+
+
+def test_without_test_images_accuracies_are_left_out():
+    found = CompareResult({("original", "none"): [result_of(method="none", accuracy=None)]})
+    assert "accuracy" not in found.markdown()
+    assert "| method | log evidence |\n" in found.markdown()
+    assert found.accuracies() == {}
 
 
 def test_every_run_gets_the_estimator_and_the_weights():
@@ -106,7 +121,8 @@ def test_cells_may_be_absent():
     plain = result_of(method="none")
     other = result_of(method="fixed", transform="original", accuracy=0.25)
     comparison = CompareResult({("fully_rotated", "none"): [plain], ("original", "fixed"): [other]})
-    assert "| none | 50.0 | - |\n| fixed | - | 25.0 |" in comparison.markdown()
+    assert "\n| none | -1.000 | 50.0 % |\n\nImages" in comparison.markdown()
+    assert "\n| fixed | -1.000 | 25.0 % |\n\nLog" in comparison.markdown()
     assert comparison.accuracies() == {"fully_rotated": {"none": 0.5}, "original": {"fixed": 0.25}}
 
 

@@ -15,10 +15,16 @@ from laplace_invariance.experiments.choices import LEARN_METHODS, EstimatorName
 from laplace_invariance.experiments.learn import LEARN_NETWORKS, LearnConfig, learn
 from laplace_invariance.marglik import Search, training
 
-SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "start": "closed"}
-WORDS = "--train 100 --test 50 --epochs 4 --samples 2 --start closed"
+SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "search": "off"}
+WORDS = "--train 100 --test 50 --epochs 4 --samples 2 --search off"
 FIGURES = {"evidence.png", "ranges.png", "samples.png", "flow.png"}
-FILES = FIGURES | {"checkpoint.pt", "experiment.json", "history.jsonl", "summary.json"}
+FILES = FIGURES | {
+    "checkpoint.pt",
+    "experiment.json",
+    "history.jsonl",
+    "model.pt",
+    "summary.json",
+}
 
 
 @pytest.mark.parametrize("method", LEARN_METHODS)
@@ -87,12 +93,12 @@ def test_estimator_and_subset_of_weights_reach_training(asked, tmp_path, verb):
     assert (options["estimator"], options["subset_of_weights"]) == ("running", "all")
     assert options["backend_kwargs"] == {"stochastic": True}
     assert options["search"] is False
-    assert asked(f"{verb} --start search", tmp_path / "c")["search"] is True
+    assert asked(f"{verb} --search on", tmp_path / "c")["search"] is True
 
 
 def test_only_ranges_that_evidence_learns_are_searched(asked, tmp_path):
     for method in LEARN_METHODS:
-        words = f"learn --method {method} --start search"
+        words = f"learn --method {method} --search on"
         options = asked(words, tmp_path / method)
         assert options["search"] is (method == "evidence")
         # which sees minibatches of training, must not see augmented ones
@@ -102,13 +108,13 @@ def test_only_ranges_that_evidence_learns_are_searched(asked, tmp_path):
 def test_a_search_is_reported_drawn_and_read_again(tmp_path, monkeypatch):
     quick = Search(n_steps=4, keep=1, n_rounds=1)
     monkeypatch.setattr(training, "_chosen_search", lambda search: quick)
-    config = LearnConfig(**SMALL | {"start": "search", "n_epochs": 2})
+    config = LearnConfig(**SMALL | {"search": "on", "n_epochs": 2})
     result = learn(config, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"search.png"}
     best = result.training.search.best
     assert result.search["best"]["ranges"] == best.ranges
     n_candidates = len(result.search["trials"])
-    assert f"search          {n_candidates} candidates, starts at: {best}" in str(result)
+    assert f"search          {n_candidates} candidates, starts with " in str(result)
     again = learn(config, tmp_path, resume=True)
     assert again.summary() == result.summary()
     assert str(again) == str(result)

@@ -7,13 +7,13 @@ from typing import get_args
 
 import pytest
 
-from laplace_invariance import datasets, variational
+from laplace_invariance import AffineImage, datasets, variational
 from laplace_invariance.augmentations.base import DRAWS
 from laplace_invariance.autoencoder import LAYER_KINDS
 from laplace_invariance.cli import VERBS
 from laplace_invariance.datasets.synthetic import PAIR_TASKS
 from laplace_invariance.experiments import choices
-from laplace_invariance.experiments.learn import LEARN_NETWORKS
+from laplace_invariance.experiments.learn import CURVATURES, LEARN_NETWORKS
 from laplace_invariance.experiments.options import (
     CompareConfig,
     DemoConfig,
@@ -22,15 +22,17 @@ from laplace_invariance.experiments.options import (
     LearnConfig,
     MeasureConfig,
     PairsConfig,
+    ProfileConfig,
     VariationalConfig,
 )
 from laplace_invariance.layers.paths import PATHS
 from laplace_invariance.marglik.estimators import ESTIMATORS
-from laplace_invariance.marglik.settings import SUBSETS
+from laplace_invariance.marglik.settings import STRUCTURES, SUBSETS
 
 KNOWN = {
     "Activation": variational.ACTIVATIONS,
     "Draws": DRAWS,
+    "Curvature": CURVATURES,
     "EstimatorName": ESTIMATORS,
     "LayersMethod": choices.LAYERS_METHODS,
     "LayersTask": choices.LAYERS_TASKS,
@@ -40,6 +42,9 @@ KNOWN = {
     "PairsLayer": LAYER_KINDS,
     "PairsTask": PAIR_TASKS,
     "PriorStructure": choices.LAYERS_PRIORS,
+    "RangesPrior": choices.RANGES_PRIORS,
+    "Structure": STRUCTURES,
+    "Switch": choices.SEARCH,
     "Transform": datasets.TRANSFORM_KINDS,
     "VariationalMethod": choices.VARIATIONAL_METHODS,
     "WeightsSubset": SUBSETS,
@@ -56,6 +61,9 @@ def test_choices_of_parts_are_known():
     assert get_args(choices.PairsTask) == tuple(choices.PAIRS_TASKS)
     assert get_args(choices.EstimatorName) == tuple(choices.ESTIMATORS)
     assert get_args(choices.WeightsSubset) == tuple(choices.SUBSETS_OF_WEIGHTS)
+    assert get_args(choices.Curvature) == tuple(choices.CURVATURES)
+    assert get_args(choices.Structure) == tuple(choices.STRUCTURES)
+    assert get_args(choices.RangeName) == AffineImage().names
     assert set(get_args(choices.Rotation)) < set(datasets.TRANSFORM_KINDS)
     assert {"plain", *datasets.QUADRANT_TASKS} == set(choices.LAYERS_TASKS)
     assert all(source in ImagesConfig.__doc__ for source in datasets.IMAGE_SOURCES)
@@ -97,6 +105,35 @@ def test_hyphens_may_stand_for_underscores():
             {"estimator": "kernel", "subset_of_weights": "last_layer"},
             "the kernel bound is that of all weights",
         ),
+        (LearnConfig, {"structure": "blocks"}, "unknown structure 'blocks'; choose from kron"),
+        (LearnConfig, {"prior_structure": "diag"}, "Kronecker factors take one prior precision"),
+        (
+            LearnConfig,
+            {"prior_structure": "diag", "structure": "diag", "estimator": "kernel"},
+            "the kernel bound takes one prior precision",
+        ),
+        (LearnConfig, {"learn": ()}, "learn must be some of x_translation, .*, got none"),
+        (LearnConfig, {"learn": ["twist"]}, r"learn must be some of .* got \['twist'\]"),
+        (LearnConfig, {"lr_aug": 0.0}, "lr_aug must be positive and finite, got 0.0"),
+        (LearnConfig, {"init": {"shear": -1.0}}, "init: shear must be finite and not negative"),
+        (
+            LearnConfig,
+            {"init": {"rotation": 90}},
+            r"init: rotation must be at most pi .*got 90 .*rotation=90deg",
+        ),
+        (
+            CompareConfig,
+            {"fixed": {"rotation": 3.5}},
+            r"fixed: rotation must be at most pi \(180 degrees\), .*got 3.5 \(200.5 degrees\)$",
+        ),
+        (
+            LearnConfig,
+            {"search": "on", "init": {"rotation": 1.0}},
+            "a search finds where rotation should start, and init says it; leave out one",
+        ),
+        (LearnConfig, {"size": 0}, "size must be positive and finite, got 0"),
+        (LearnConfig, {"test_share": 1.0}, "test_share must be between 0 and 1, got 1.0"),
+        (ProfileConfig, {"learn": ["shear"]}, "rotation is not learnt, .* choose from shear"),
         (LearnConfig, {"transform": None}, "unknown transform None; choose from fully_rotated"),
         (CompareConfig, {"methods": []}, "methods must be some of evidence, .*, got none"),
         (CompareConfig, {"transforms": ["bent"]}, r"transforms must be some of .* got \['bent'\]"),
@@ -151,3 +188,11 @@ def test_impossible_configurations_are_refused(kind, options, match):
 def test_a_start_is_run_once():
     config = VariationalConfig(learnt=[5, 5.0, 90], fixed=(0,))
     assert config.plan == [("learnt", 5.0), ("learnt", 90.0), ("fixed", 0.0)]
+
+
+def test_a_search_is_left_out_where_learnt_ranges_are_given():
+    assert LearnConfig().searches
+    assert not LearnConfig(search="off").searches
+    assert not LearnConfig(init={"rotation": 1.0}).searches
+    # a range that stays where it is does not say where others start
+    assert LearnConfig(init={"shear": 0.2}, learn=["rotation"]).searches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from laplace_invariance.experiments.checks import Config
+from laplace_invariance.experiments.checks import Config, check_positive
 
 __all__ = ["ImagesConfig"]
 
@@ -14,8 +14,13 @@ class ImagesConfig(Config):
     """The images that an experiment uses.
 
     Attributes:
-        data: Source of the images: digits, mnist, fashion-mnist, cifar10, or a FILE.npz with
-            x_train, y_train, x_test and y_test.
+        data: Source of the images: digits, mnist, fashion-mnist, cifar10; a FILE.npz with x_train,
+            y_train and, to test on, x_test, y_test; or a FOLDER with one subfolder of images per
+            class, or with two such folders, train and test.
+        size: Height and width of all images, to which the middle of each is resized; by default
+            images stay as they are.
+        test_share: Share of the images that is set aside to test on, if the data have no test set;
+            by default none.
         n_train: Number of training images, by default all.
         n_test: Number of test images, by default all.
         root: Directory of torchvision's data sets.
@@ -23,7 +28,15 @@ class ImagesConfig(Config):
     """
 
     data: str = "digits"
+    size: int | None = None
+    test_share: float | None = None
     n_train: int | None = None
     n_test: int | None = None
     root: str = field(default="data", metadata={"identity": False})
     download: bool = field(default=False, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "size")
+        if self.test_share is not None and not 0 < self.test_share < 1:
+            raise ValueError(f"test_share must be between 0 and 1, got {self.test_share}")

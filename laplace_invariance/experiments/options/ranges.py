@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar, get_args
 
 from laplace_invariance.experiments import choices
-from laplace_invariance.experiments.checks import check_not_negative, check_positive
+from laplace_invariance.experiments.checks import check_not_negative, check_positive, check_ranges
 from laplace_invariance.experiments.options.images import ImagesConfig
 
 __all__ = ["CompareConfig", "LearnConfig", "ProfileConfig", "RangesConfig", "SuggestConfig"]
@@ -20,27 +20,49 @@ class RangesConfig(ImagesConfig):
     """What ``learn`` and ``compare`` have in common: the network, its training, the methods.
 
     Attributes:
-        net: Network.
+        net: Network; by default cnn for images in colour, and mlp for grey ones.
         n_samples: Number of sampled transformations per image.
         n_epochs: Number of epochs of training.
-        start: Where ranges that are learnt by evidence start.
+        search: Whether starts are searched for the ranges that evidence learns; by default on,
+            unless init says where they start.
+        learn: Ranges that are learnt; the others stay at init, or at zero.
+        init: Where ranges start without a search, by name: translations in half-widths of the
+            image, scales as logarithms of factors, rotation in radians, or in degrees as in
+            rotation=90deg; by default zero, and 0.1 under Augerino.
+        draws: Draws of transformations; a grid is for two ranges at most.
+        lr_aug: Largest step size of ranges that are learnt by evidence; by default 0.1 after a
+            search, and otherwise 0.3.
         estimator: How the evidence is estimated in training; by default running, but refit where
             training images are augmented.
+        curvature: Curvature of the Laplace approximation.
+        structure: Structure of the curvature.
+        prior_structure: What shares a prior precision.
         subset_of_weights: Weights that the Laplace approximation is of.
         correlated: Learn correlations of the ranges, too.
-        fixed: Ranges of the method "fixed", by name of the generator; rotations are in radians.
+        fixed: Ranges of the method "fixed", by name, as for init.
         strength: Strength of Augerino's reward for wide ranges.
         lr_augerino: Step size of the ranges under Augerino.
+        device: Device that is computed on, such as cuda.
     """
 
-    # 1: the evidence of three directions of the loss Hessian; 2: steps on priors, without search
-    format: ClassVar[int] = 3
-    net: choices.NetworkName = "mlp"
+    # 1: the evidence of three directions of the loss Hessian; 2: steps on priors, without search;
+    # 3: a truth of images as they are, and no file of the model
+    format: ClassVar[int] = 4
+    net: choices.NetworkName | None = None
     n_samples: int = 8
     n_epochs: int = 100
-    start: choices.Start = field(default="search", metadata={"meanings": choices.STARTS})
+    search: choices.Switch | None = field(default=None, metadata={"meanings": choices.SEARCH})
+    learn: tuple[choices.RangeName, ...] = get_args(choices.RangeName)
+    init: Mapping[str, float] = field(default_factory=dict)
+    draws: choices.Draws = "sobol"
+    lr_aug: float | None = None
     estimator: choices.EstimatorName | None = field(
         default=None, metadata={"meanings": choices.ESTIMATORS}
+    )
+    curvature: choices.Curvature = field(default="ggn", metadata={"meanings": choices.CURVATURES})
+    structure: choices.Structure = field(default="kron", metadata={"meanings": choices.STRUCTURES})
+    prior_structure: choices.RangesPrior = field(
+        default="layerwise", metadata={"option": "prior", "meanings": choices.RANGES_PRIORS}
     )
     subset_of_weights: choices.WeightsSubset = field(
         default="all", metadata={"meanings": choices.SUBSETS_OF_WEIGHTS}
@@ -49,16 +71,48 @@ class RangesConfig(ImagesConfig):
     fixed: Mapping[str, float] = field(default_factory=lambda: {"rotation": math.pi})
     strength: float = 0.1
     lr_augerino: float = 0.03
+    device: str = field(default="cpu", metadata={"identity": False})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "n_samples", "n_epochs")
+        check_positive(self, "n_samples", "n_epochs", "lr_aug", "lr_augerino")
         check_not_negative(self, "strength")
+        check_ranges("init", self.init)
+        check_ranges("fixed", self.fixed)
+        started = [name for name in self.init if name in self.learn]
+        if self.search == "on" and started:
+            raise ValueError(
+                f"a search finds where {', '.join(started)} should start, and init says it; leave "
+                "out one of them"
+            )
+        self._check_approximation()
+
+    def _check_approximation(self) -> None:
+        """Raise if parts of the approximation do not go together."""
         if self.estimator == "kernel" and self.subset_of_weights != "all":
             raise ValueError(
                 "the kernel bound is that of all weights; choose another estimator for the last "
                 "layer"
             )
+        if self.prior_structure != "diag":
+            return
+        if self.structure == "kron":
+            raise ValueError(
+                "Kronecker factors take one prior precision, or one per tensor; choose prior "
+                "scalar or layerwise, or structure diag or full"
+            )
+        if self.estimator == "kernel":
+            raise ValueError(
+                "the kernel bound takes one prior precision, or one per tensor; choose prior "
+                "scalar or layerwise, or another estimator"
+            )
+
+    @property
+    def searches(self) -> bool:
+        """Whether starts are searched for ranges that evidence learns."""
+        if self.search is not None:
+            return self.search == "on"
+        return not any(name in self.learn for name in self.init)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +125,7 @@ class LearnConfig(RangesConfig):
         seed: Seed of the subset, the transformations, the weights and the draws.
     """
 
-    transform: choices.Transform = "fully_rotated"
+    transform: choices.Transform = "original"
     method: choices.LearnMethod = field(
         default="evidence", metadata={"meanings": choices.LEARN_METHODS}
     )
@@ -89,7 +143,7 @@ class CompareConfig(RangesConfig):
     """
 
     transforms: tuple[choices.Transform, ...] = field(
-        default=get_args(choices.Transform), metadata={"option": "transform", "identity": False}
+        default=("original",), metadata={"option": "transform", "identity": False}
     )
     methods: tuple[choices.LearnMethod, ...] = field(
         default=get_args(choices.LearnMethod),
@@ -139,6 +193,11 @@ class ProfileConfig(LearnConfig):
             raise ValueError(
                 f"method {self.method!r} learns no range to look along; choose evidence or augerino"
             )
+        if self.name not in self.learn:
+            raise ValueError(
+                f"{self.name} is not learnt, so that there is no range to look along; choose from "
+                f"{', '.join(self.learn)}"
+            )
         limit = math.pi if self.name == "rotation" else math.inf
         for value in self.values:
             if not 0 <= value <= limit or not math.isfinite(value):
@@ -161,7 +220,7 @@ class SuggestConfig(ImagesConfig):
 
     Attributes:
         transform: How the images are transformed.
-        net: Network.
+        net: Network; by default cnn for images in colour, and mlp for grey ones.
         weights: File with the weights of the network, as a run without this option writes them to
             network.pt; by default the network is trained.
         n_epochs: Number of epochs of training, unless weights are read.
@@ -173,8 +232,9 @@ class SuggestConfig(ImagesConfig):
         seed: Seed of the subset, the transformations, the weights and the batches.
     """
 
+    format: ClassVar[int] = 2  # 1: without the name of the network
     transform: choices.Transform = "original"
-    net: choices.NetworkName = "mlp"
+    net: choices.NetworkName | None = None
     weights: str | None = None
     n_epochs: int = 30
     ranges: Mapping[str, float] = field(default_factory=dict)

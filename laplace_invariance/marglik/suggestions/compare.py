@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import tqdm
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.augmentations.base import Augmentation
@@ -260,7 +260,9 @@ class _Suggesting:
     def _in_words(self, candidate: Candidate) -> str:
         """Return ranges with their units, each set of ranges of equal width together."""
         self._space.put(candidate)
-        words = self._model.augmentation.ranges()
+        inputs = self._settings.data.example()
+        shape = inputs.shape[1:] if isinstance(inputs, Tensor) else None
+        words = self._model.augmentation.ranges(shape)
         named: dict[str, list[str]] = {}
         for name, width in candidate.widths:
             named.setdefault(words.get(name, f"{width:.3f}"), []).append(name)
