@@ -11,16 +11,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from laplace_invariance import plots
+from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import say
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn
 from laplace_invariance.experiments.options import CompareConfig
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["CompareConfig", "CompareResult", "compare"]
 
@@ -176,12 +173,5 @@ def compare(
         comparison = CompareResult(results)
         directory.save("comparison.md", comparison.markdown())
         directory.save("summary.json", comparison.summary())
-        _draw(directory, comparison)
+        pictures.draw_compare(directory, comparison)
     return comparison
-
-
-def _draw(directory: RunDirectory, comparison: CompareResult) -> None:
-    def draw(figure: Figure) -> None:
-        plots.accuracies(comparison.accuracies(), figure.subplots())
-
-    directory.figure("comparison.png", (2 + 2.4 * len(comparison.transforms), 5), draw)

@@ -9,21 +9,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from laplace_invariance import plots
 from laplace_invariance.augmentations import AffineImage
+from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn, learnt_model
 from laplace_invariance.experiments.options import ProfileConfig
 from laplace_invariance.marglik.profile import Profile, profile_of
 from laplace_invariance.marglik.profile import profile as evidence_profile
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["ProfileConfig", "ProfileResult", "profile"]
 
@@ -83,7 +80,7 @@ def profile(
         if found is None:
             found = _compute(config, directory, learnt, progress_bar)
         result = ProfileResult(config, found, learnt.truth[config.name], learnt)
-        _draw(directory, result)
+        pictures.draw_profile(directory, result)
         directory.save("summary.json", result.summary())
     return result
 
@@ -114,13 +111,3 @@ def _compute(
             resume=directory.out is not None,
             progress_bar=progress_bar,
         )
-
-
-def _draw(directory: RunDirectory, result: ProfileResult) -> None:
-    config = result.config
-    title = f"{config.data}, {config.transform.replace('_', ' ')}, {config.method}"
-
-    def draw(figure: Figure) -> None:
-        plots.evidence_by_range(result.profile, result.truth, figure.subplots()).set_title(title)
-
-    directory.figure("profile.png", (7, 4.5), draw)

@@ -6,17 +6,17 @@ range of transformations is tried, by training on for a while with it and withou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_invariance import datasets, plots
+from laplace_invariance import datasets
 from laplace_invariance.augmentations import AffineImage
+from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import (
     BATCH,
     MARGLIK_BATCH,
@@ -34,9 +34,6 @@ from laplace_invariance.marglik import MAP, Suggestions, marglik_training
 from laplace_invariance.marglik import suggest as suggest_for
 from laplace_invariance.marglik.suggestions import candidates_of, check_targets
 from laplace_invariance.tables import labelled
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["SuggestConfig", "SuggestResult", "suggest"]
 
@@ -126,7 +123,7 @@ def suggest(
         )
         rate = accuracy(net, TensorDataset(split.x_test, split.y_test))
         result = SuggestResult(config, rate, found)
-        directory.figure("suggest.png", (8, 1.5 + 0.35 * len(found.rows)), _drawing(result))
+        pictures.draw_suggest(directory, result)
         directory.save("summary.json", result.summary())
     return result
 
@@ -173,19 +170,3 @@ def _train(
     path = directory.path("network.pt")
     if path is not None:
         replace(path, lambda file: torch.save(net.state_dict(), file))
-
-
-def _drawing(result: SuggestResult) -> Callable[[Figure], object]:
-    config, found = result.config, result.suggestions
-    title = f"{config.net} on {config.data}, {config.transform.replace('_', ' ')}"
-
-    def draw(figure: Figure) -> None:
-        plots.gains(
-            [row.words for row in found.rows],
-            [row.gain for row in found.rows],
-            [row.error for row in found.rows],
-            [row.verdict != "not clear" for row in found.rows],
-            figure.subplots(),
-        ).set_title(title)
-
-    return draw
