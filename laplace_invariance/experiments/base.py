@@ -255,6 +255,12 @@ def draw_evidence(
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
         plots.evidence_terms(epochs, terms, ax, best_epoch=best_epoch, exact=exact)
-        ax.set_title(title, loc="left", fontsize="medium", color=plots.INK)
+        figure.suptitle(
+            f"evidence while training: {title}",
+            x=0.01,
+            ha="left",
+            fontsize="medium",
+            color=plots.INK,
+        )
 
     directory.figure("evidence.png", (8.5, 4.2), draw)

@@ -18,6 +18,7 @@ from laplace_invariance.experiments.base import say
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn
 from laplace_invariance.experiments.options import CompareConfig
+from laplace_invariance.experiments.reports import compare_report
 
 __all__ = ["CompareConfig", "CompareResult", "compare"]
 
@@ -174,4 +175,5 @@ def compare(
         directory.save("comparison.md", comparison.markdown())
         directory.save("summary.json", comparison.summary())
         pictures.draw_compare(directory, comparison)
+        compare_report(directory, config, comparison)
     return comparison

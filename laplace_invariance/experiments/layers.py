@@ -34,6 +34,7 @@ from laplace_invariance.experiments.base import (
 from laplace_invariance.experiments.choices import LAYERS_METHODS, LAYERS_TASKS
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LayersConfig
+from laplace_invariance.experiments.reports import layers_report
 from laplace_invariance.layers import Standardise, closed_paths, equivariant_cnn
 from laplace_invariance.marglik import MAP, Evidence, Objective, Refit, Result, marglik_training
 from laplace_invariance.metrics import LayerReport, PathReport, layer_report
@@ -123,6 +124,7 @@ def layers(
     with RunDirectory(out, config, resume) as directory, seeded(config.seed):
         finished = _read(config, directory)
         if finished is not None:
+            layers_report(directory, finished)
             return finished
         train, test, n_classes = _data(config)
         model = _model(config, train.tensors[0], n_classes)
@@ -131,6 +133,7 @@ def layers(
         directory.save("report.txt", str(result.report))
         _draw(directory, result, len(train))
         directory.save("summary.json", result.summary())
+        layers_report(directory, result)
     return result
 
 

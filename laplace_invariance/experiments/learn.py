@@ -37,6 +37,7 @@ from laplace_invariance.experiments.base import (
 from laplace_invariance.experiments.choices import LEARN_METHODS
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LearnConfig
+from laplace_invariance.experiments.reports import learn_report
 from laplace_invariance.layers import FixupResNet, cnn, mlp
 from laplace_invariance.marglik import (
     Augerino,
@@ -171,7 +172,9 @@ def learn(
         summary = directory.finished()
         if summary is not None:
             del summary["experiment"]
-            return LearnResult(config, **summary)
+            finished = LearnResult(config, **summary)
+            learn_report(directory, finished)
+            return finished
         split, model, augmentation = _prepare(config)
         directory.begin()
         start = time.perf_counter()
@@ -195,6 +198,7 @@ def learn(
         estimator = chosen_estimator(_estimator(config), training.model, _objective(config))
         pictures.draw_learn(directory, result, _augmentation(config), estimator, split)
         directory.save("summary.json", result.summary())
+        learn_report(directory, result)
     return result
 
 

@@ -9,7 +9,7 @@ from laplace_invariance import plots
 from laplace_invariance.experiments.base import draw_evidence
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from matplotlib.figure import Figure
     from torch import Tensor
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from laplace_invariance.marglik import Result, SearchResult
     from laplace_invariance.marglik.estimators import Estimator
 
-__all__ = ["data_words", "draw_compare", "draw_learn", "draw_profile", "draw_suggest"]
+__all__ = [
+    "data_words",
+    "draw_compare",
+    "draw_learn",
+    "draw_profile",
+    "draw_suggest",
+    "net_of",
+    "size_of",
+]
 
 N_IMAGES, N_SAMPLES = 6, 8  # rows of a picture of samples, and samples in each
 RECOGNISED = 16  # pixels along the sides of an image that is recognised behind a flow
@@ -42,13 +50,28 @@ def data_words(config: Any) -> str:
     return f"{name}, {config.transform.replace('_', ' ')}"
 
 
-def run_words(config: Any) -> str:
+def net_of(result: Any) -> str:
+    """Return the name of the network of a result."""
+    return getattr(result, "net", None) or result.config.net
+
+
+def size_of(result: Any) -> tuple[int, int] | None:
+    """Return height and width of the images of a result, if it knows them."""
+    data = getattr(result, "data", None)
+    if data is None:
+        return None
+    _, height, width = data["in_shape"]
+    return height, width
+
+
+def run_words(result: LearnResult) -> str:
     """Return network, images and method of a run, for titles.
 
     Args:
-        config: Configuration of a run of ``learn``.
+        result: Result of a run of ``learn``.
     """
-    return f"{config.net} on {data_words(config)}, method {config.method}"
+    config = result.config
+    return f"{net_of(result)} on {data_words(config)}, method {config.method}"
 
 
 # One run.
@@ -72,7 +95,7 @@ def draw_learn(
     """
     config, training = result.config, result.training
     assert training is not None
-    title = run_words(config)
+    title, size = run_words(result), size_of(result)
     draw_evidence(directory, training.history, len(split.x_train), title, estimator, training)
     augmentation = getattr(training.model, "augmentation", None)
     if augmentation is None or initial is None:
@@ -85,11 +108,11 @@ def draw_learn(
         _head(figure, "where pixels may go", f"\n{title}")
 
     if training.search is not None:
-        _draw_search(directory, training.search, title)
+        _draw_search(directory, training.search, size, title)
     settled = estimator.n_epochs_learning(config.n_epochs)
-    _draw_ranges(directory, training, result.truth, settled, title)
+    _draw_ranges(directory, result, training, settled)
     _draw_samples(directory, augmentation, initial, images, title)
-    directory.figure("flow.png", (5.4, 6.2), flow)
+    directory.figure("flow.png", (5.6, 5.9), flow)
 
 
 def _one_of_each(images: Tensor, labels: Tensor) -> Tensor:
@@ -104,27 +127,22 @@ def _one_of_each(images: Tensor, labels: Tensor) -> Tensor:
 
 
 def _draw_ranges(
-    directory: RunDirectory,
-    training: Result,
-    truth: Mapping[str, float] | None,
-    settled: int,
-    title: str,
+    directory: RunDirectory, result: LearnResult, training: Result, settled: int
 ) -> None:
     epochs = [record["epoch"] for record in training.history]
     found = [record["ranges"]["augmentation"] for record in training.history]
     values = {name: [ranges[name] for ranges in found] for name in found[0]}
-    n_units = len(plots.by_unit(values))
-    n_rows = -(-n_units // 2)
+    size = size_of(result)
+    n_units = len(plots.by_unit(values, size))
+    truth = result.truth if any((result.truth or {}).values()) else None
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots(n_rows, min(n_units, 2), squeeze=False).flatten().tolist()
-        for spare in axes[n_units:]:
-            spare.remove()
+        axes = figure.subplots(1, n_units, squeeze=False)[0]
         marks: dict[str, Any] = {"best_epoch": training.best_epoch, "settled": settled}
-        plots.ranges_over_epochs(epochs, values, truth, axes[:n_units], **marks)
-        _head(figure, "ranges over epochs", title)
+        plots.ranges_over_epochs(epochs, values, truth, axes, size=size, **marks)
+        _head(figure, "ranges over epochs", run_words(result))
 
-    directory.figure("ranges.png", (4.9 * min(n_units, 2), 0.4 + 2.6 * n_rows), draw)
+    directory.figure("ranges.png", (0.6 + 3.3 * n_units, 3.4), draw)
 
 
 def _draw_samples(
@@ -152,9 +170,11 @@ def _draw_samples(
     directory.figure("samples.png", (6.6 * len(shown), tall), draw)
 
 
-def _draw_search(directory: RunDirectory, search: SearchResult, title: str) -> None:
+def _draw_search(
+    directory: RunDirectory, search: SearchResult, size: tuple[int, int] | None, title: str
+) -> None:
     trials = search.trials
-    names = [plots.short_words(trial.ranges) for trial in trials]
+    names = [plots.short_words(trial.ranges, size) for trial in trials]
 
     def draw(figure: Figure) -> None:
         plots.search_trials(
@@ -186,20 +206,22 @@ def draw_compare(directory: RunDirectory, comparison: CompareResult) -> None:
         comparison: Results by transformation and method.
     """
     transforms, methods = comparison.transforms, comparison.methods
-    first = next(iter(comparison.results.values()))[0].config
+    first = next(iter(comparison.results.values()))[0]
 
     def draw(figure: Figure) -> None:
-        rows = figure.subplots(len(transforms), 2, squeeze=False)
+        n_columns = len(_by_method(comparison, transforms[0], methods))
+        rows = figure.subplots(len(transforms), n_columns, squeeze=False)
         for axes, transform in zip(rows, transforms, strict=True):
             found = _by_method(comparison, transform, methods)
-            plots.by_method(found["accuracy"], "{:.1f}", axes[0])
-            plots.by_method(found["evidence"], "{:.3f}", axes[1])
-            axes[1].set_yticklabels([])
+            for ax, (label, values) in zip(axes, found.items(), strict=True):
+                plots.by_method(values, "{:.3f}" if "evidence" in label else "{:.1f}", ax)
+                ax.set_xlabel(label if transform == transforms[-1] else "")
             words = transform.replace("_", " ")
             axes[0].set_title(words, loc="left", fontsize="medium", fontweight="bold")
-        rows[-1][0].set_xlabel("test accuracy, percent")
-        rows[-1][1].set_xlabel("log evidence, nats per training image")
-        _head(figure, f"{first.net} on {Path(first.data).stem}", _seeds(comparison))
+        for ax in rows[:, 1:].flatten():
+            ax.set_yticklabels([])
+        about = f"{net_of(first)} on {Path(first.config.data).stem}"
+        _head(figure, about, _seeds(comparison))
 
     height = 1.0 + len(transforms) * (0.75 + 0.42 * len(methods))
     directory.figure("comparison.png", (9.5, height), draw)
@@ -208,13 +230,17 @@ def draw_compare(directory: RunDirectory, comparison: CompareResult) -> None:
 def _by_method(
     comparison: CompareResult, transform: str, methods: Sequence[str]
 ) -> dict[str, dict[str, list[float]]]:
-    """Return accuracies in percent and evidences of one transformation, by method."""
-    found: dict[str, dict[str, list[float]]] = {"accuracy": {}, "evidence": {}}
+    """Return accuracies, if there are test images, and evidences of one transformation."""
+    accuracies: dict[str, list[float]] = {}
+    evidences: dict[str, list[float]] = {}
     for method in methods:
-        results = comparison.results.get((transform, method))
-        if results is not None:
-            found["accuracy"][method] = [100 * result.accuracy for result in results]
-            found["evidence"][method] = [result.evidence for result in results]
+        for result in comparison.results.get((transform, method), []):
+            evidences.setdefault(method, []).append(result.evidence)
+            if result.accuracy is not None:
+                accuracies.setdefault(method, []).append(100 * result.accuracy)
+    found = {"log evidence, nats per training image": evidences}
+    if accuracies:
+        found = {"test accuracy, percent": accuracies, **found}
     return found
 
 
@@ -236,13 +262,13 @@ def draw_suggest(directory: RunDirectory, result: SuggestResult) -> None:
 
     def draw(figure: Figure) -> None:
         plots.gains(
-            [plots.short_words(row.ranges) for row in found.rows],
+            [plots.short_words(row.ranges, size_of(result)) for row in found.rows],
             [row.gain for row in found.rows],
             [row.error for row in found.rows],
             [row.verdict != "not clear" for row in found.rows],
             figure.subplots(),
         )
-        words = f"{config.net} on {data_words(config)} (grey: not clear)"
+        words = f"{net_of(result)} on {data_words(config)} (grey: not clear)"
         _head(figure, "what augmentations would do to the evidence", words)
 
     directory.figure("suggest.png", (9, 1.2 + 0.34 * len(found.rows)), draw)
@@ -255,10 +281,11 @@ def draw_profile(directory: RunDirectory, result: ProfileResult) -> None:
         directory: Where the figure is saved.
         result: Result of the run.
     """
-    config = result.config
+    truth = result.truth or None  # what is zero is not known, or not there
 
     def draw(figure: Figure) -> None:
-        plots.evidence_by_range(result.profile, result.truth, figure.subplots())
-        _head(figure, "evidence along a range", run_words(config))
+        ax = figure.subplots()
+        plots.evidence_by_range(result.profile, truth, ax, size_of(result.learnt))
+        _head(figure, "evidence along a range", run_words(result.learnt))
 
     directory.figure("profile.png", (7.5, 4.5), draw)

@@ -19,6 +19,7 @@ from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn, learnt_model
 from laplace_invariance.experiments.options import ProfileConfig
+from laplace_invariance.experiments.reports import profile_report
 from laplace_invariance.marglik.profile import Profile, profile_of
 from laplace_invariance.marglik.profile import profile as evidence_profile
 
@@ -82,6 +83,7 @@ def profile(
         result = ProfileResult(config, found, learnt.truth[config.name], learnt)
         pictures.draw_profile(directory, result)
         directory.save("summary.json", result.summary())
+        profile_report(directory, result)
     return result
 
 

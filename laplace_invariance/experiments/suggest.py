@@ -29,6 +29,7 @@ from laplace_invariance.experiments.base import (
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LEARN_NETWORKS
 from laplace_invariance.experiments.options import SuggestConfig
+from laplace_invariance.experiments.reports import suggest_report
 from laplace_invariance.files import replace
 from laplace_invariance.marglik import MAP, Suggestions, marglik_training
 from laplace_invariance.marglik import suggest as suggest_for
@@ -97,7 +98,9 @@ def suggest(
         summary = directory.finished()
         if summary is not None:
             found = Suggestions.from_dict(summary["suggestions"])
-            return SuggestResult(config, summary["accuracy"], found)
+            finished = SuggestResult(config, summary["accuracy"], found)
+            suggest_report(directory, finished)
+            return finished
         split = load_transformed(config, config.transform, config.seed)
         augmentation = AffineImage()
         candidates_of(augmentation, config.ranges or None)  # refuse before anything is trained
@@ -125,6 +128,7 @@ def suggest(
         result = SuggestResult(config, rate, found)
         pictures.draw_suggest(directory, result)
         directory.save("summary.json", result.summary())
+        suggest_report(directory, result)
     return result
 
 

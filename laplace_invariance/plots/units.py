@@ -42,6 +42,7 @@ KINDS = {
     "rotation": DEGREES,
     "hue": DEGREES,
     "scale": FACTOR,
+    "shear": FACTOR,  # it stretches one diagonal and shrinks the other
     "brightness": FACTOR,
     "contrast": FACTOR,
     "translation": HALF_WIDTHS,
