@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from laplace_invariance.experiments.pictures import data_words, net_of
 from laplace_invariance.experiments.reports import page as html
@@ -43,7 +44,7 @@ def compare_report(
     parts = [
         html.section("Pictures", html.pictures(out, image)),
         *(html.section(*table) for table in _tables(comparison.markdown())),
-        html.section("Runs", _runs(out)),
+        html.section("Reports of the single runs", _runs(out)),
         how_made("compare", config, out, config.seeds),
     ]
     title = f"Methods compared on {Path(config.data).stem}"
@@ -57,12 +58,16 @@ def _winners(comparison: CompareResult) -> str:
     for transform in comparison.transforms:
         means = {}
         for method in comparison.methods:
-            found = comparison.results.get((transform, method))
-            if found is not None:
-                means[method] = sum(one.evidence for one in found) / len(found)
+            runs = comparison.results.get((transform, method))
+            if runs is not None:
+                means[method] = sum(run.evidence for run in runs) / len(runs)
         best = max(means, key=lambda method: means[method])
         words.append(f"{best} ({spaced(transform)}, {means[best]:.3f} nats per image)")
-    return f"Highest evidence: {'; '.join(words)}."
+    counts = {run.n_samples for runs in comparison.results.values() for run in runs}
+    found = f"Highest evidence: {'; '.join(words)}."
+    if len(counts) > 1:
+        found += " Methods differ in their number of samples; with more, evidences are higher."
+    return found
 
 
 def _tables(markdown: str) -> list[tuple[str, Html]]:
@@ -77,12 +82,10 @@ def _tables(markdown: str) -> list[tuple[str, Html]]:
 
 
 def _runs(out: Path) -> Html:
-    """Return links to the reports of all runs in a directory."""
-    paths = sorted(out.glob("*/report.html"))
-    if not paths:
-        return Html("")
-    rows = [[html.link(path.parent.name, f"{path.parent.name}/report.html")] for path in paths]
-    return html.table(["reports, in directories of this one"], rows)
+    """Return links to the reports of all runs inside a directory."""
+    names = sorted(path.parent.name for path in out.glob("*/report.html"))
+    links = [html.link(name, f"{quote(name)}/report.html") for name in names]
+    return html.paragraph(Html(", ".join(links)))
 
 
 def suggest_report(directory: RunDirectory, result: SuggestResult) -> None:
@@ -96,7 +99,10 @@ def suggest_report(directory: RunDirectory, result: SuggestResult) -> None:
     if out is None:
         return
     image = {"suggest.png": "By how much augmentations would change the evidence, standard errors."}
-    rows = [[row.words, f"{row.gain:+.3f}", f"{row.error:.3f}", row.verdict] for row in found.rows]
+    rows = [
+        [spaced(row.words), f"{row.gain:+.3f}", f"{row.error:.3f}", row.verdict]
+        for row in found.rows
+    ]
     head = ["augmentation", "gain, nats per image", "standard error", "the evidence"]
     best = [i for i, row in enumerate(found.rows) if row is found.best]
     export = Html("")
@@ -149,7 +155,7 @@ def profile_report(directory: RunDirectory, result: ProfileResult) -> None:
     parts = [
         html.section("Pictures", html.pictures(out, image)),
         html.section("In numbers", html.table(head, rows, numbers=(1, 2), marked=(learnt,))),
-        html.section("Runs", _runs(out)),
+        html.section("Report of the run that it is of", _runs(out)),
         how_made("profile", config, out, [config.seed]),
     ]
     title = f"The evidence along {spaced(found.name)} on {data_words(config)}"
@@ -176,7 +182,7 @@ def layers_report(directory: RunDirectory, result: LayersResult) -> None:
     parts = [
         html.section("Paths in use", html.table(["layer", "path"], chosen)),
         html.section("Pictures", html.pictures(out, images)),
-        html.section("In numbers", html.code(str(result))),
+        html.section("In numbers", html.code(str(result), wide=True)),
         how_made("layers", config, out, [config.seed]),
     ]
     title = f"Which layers need what on {data_words(config)}"

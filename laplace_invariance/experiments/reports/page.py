@@ -104,9 +104,15 @@ def details(summary: str, body: Html) -> Html:
     return Html(f"<details>\n<summary>{_html(summary)}</summary>\n{body}\n</details>")
 
 
-def code(text: str) -> Html:
-    """Return program text, or the words of a command."""
-    return Html(f"<pre><code>{_html(text)}</code></pre>")
+def code(text: str, *, wide: bool = False) -> Html:
+    """Return program text, or the words of a command.
+
+    Args:
+        text: The text.
+        wide: Whether lines scroll instead of being broken, as for a table in plain text.
+    """
+    kind = ' class="wide"' if wide else ""
+    return Html(f"<pre{kind}><code>{_html(text)}</code></pre>")
 
 
 def cards(entries: Iterable[tuple[str, str, str]]) -> Html:
