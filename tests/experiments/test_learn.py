@@ -18,7 +18,13 @@ from laplace_invariance.marglik import Search, training
 SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "start": "closed"}
 WORDS = "--train 100 --test 50 --epochs 4 --samples 2 --start closed"
 FIGURES = {"evidence.png", "ranges.png", "samples.png", "flow.png"}
-FILES = FIGURES | {"checkpoint.pt", "experiment.json", "history.jsonl", "summary.json"}
+FILES = FIGURES | {
+    "checkpoint.pt",
+    "experiment.json",
+    "history.jsonl",
+    "report.html",
+    "summary.json",
+}
 
 
 @pytest.mark.parametrize("method", LEARN_METHODS)

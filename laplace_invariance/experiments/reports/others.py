@@ -99,10 +99,9 @@ def suggest_report(directory: RunDirectory, result: SuggestResult) -> None:
     if out is None:
         return
     image = {"suggest.png": "By how much augmentations would change the evidence, standard errors."}
-    rows = [
-        [spaced(row.words), f"{row.gain:+.3f}", f"{row.error:.3f}", row.verdict]
-        for row in found.rows
-    ]
+    rows = []
+    for row in found.rows:
+        rows.append([spaced(row.words), f"{row.gain:+.3f}", f"{row.error:.3f}", row.verdict])
     head = ["augmentation", "gain, nats per image", "standard error", "the evidence"]
     best = [i for i, row in enumerate(found.rows) if row is found.best]
     export = Html("")
