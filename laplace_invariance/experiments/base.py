@@ -19,7 +19,7 @@ from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import ImagesConfig
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import Standardise
-from laplace_invariance.marglik import KernelBound, Running
+from laplace_invariance.marglik import KernelBound, Result, Running
 from laplace_invariance.marglik.estimators import Estimator
 from laplace_invariance.marglik.recipes import SAMPLED, Recipe, cosine_recipe
 from laplace_invariance.modes import evaluation
@@ -221,6 +221,7 @@ def draw_evidence(
     n_data: int,
     title: str,
     estimator: Estimator,
+    training: Result | None = None,
 ) -> None:
     """Draw the evidence per datum and its terms over epochs, unless it was never estimated.
 
@@ -232,6 +233,7 @@ def draw_evidence(
         n_data: Number of training examples.
         title: Title of the figure.
         estimator: Estimator that made the history.
+        training: Result whose epoch and exact evidence are marked; None marks nothing.
     """
     estimated = [record for record in history if record["evidence"] is not None]
     if not estimated:
@@ -244,7 +246,19 @@ def draw_evidence(
     }
     epochs = [record["epoch"] for record in estimated]
 
-    def draw(figure: Figure) -> None:
-        plots.evidence_terms(epochs, terms, figure.subplots()).set_title(title)
+    best_epoch = exact = None
+    if training is not None:
+        best_epoch, exact = training.best_epoch, training.evidence / n_data
 
-    directory.figure("evidence.png", (8, 4.5), draw)
+    def draw(figure: Figure) -> None:
+        ax = figure.subplots()
+        plots.evidence_terms(epochs, terms, ax, best_epoch=best_epoch, exact=exact)
+        figure.suptitle(
+            f"evidence while training: {title}",
+            x=0.01,
+            ha="left",
+            fontsize="medium",
+            color=plots.INK,
+        )
+
+    directory.figure("evidence.png", (8.5, 4.2), draw)

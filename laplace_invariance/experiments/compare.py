@@ -11,22 +11,20 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from laplace_invariance import plots
+from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import say
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnResult, learn
 from laplace_invariance.experiments.options import CompareConfig
+from laplace_invariance.experiments.reports import compare_report
 from laplace_invariance.experiments.results import (
     images_words,
     range_words,
     spaced,
     transform_words,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["CompareConfig", "CompareResult", "compare"]
 
@@ -198,8 +196,8 @@ def compare(
         comparison = CompareResult(results)
         directory.save("comparison.md", comparison.markdown())
         directory.save("summary.json", comparison.summary())
-        if comparison.accuracies():
-            _draw(directory, comparison)
+        pictures.draw_compare(directory, comparison)
+        compare_report(directory, config, comparison)
     return comparison
 
 
@@ -208,10 +206,3 @@ def _progress(result: LearnResult) -> str:
     if result.accuracy is None:
         return words
     return f"{words}, accuracy {result.accuracy:.1%}"
-
-
-def _draw(directory: RunDirectory, comparison: CompareResult) -> None:
-    def draw(figure: Figure) -> None:
-        plots.accuracies(comparison.accuracies(), figure.subplots())
-
-    directory.figure("comparison.png", (2 + 2.4 * len(comparison.transforms), 5), draw)

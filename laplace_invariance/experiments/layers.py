@@ -36,6 +36,7 @@ from laplace_invariance.experiments.base import (
 from laplace_invariance.experiments.choices import LAYERS_METHODS, LAYERS_TASKS, PATHS_STARTS
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LayersConfig
+from laplace_invariance.experiments.reports import layers_report
 from laplace_invariance.layers import (
     Standardise,
     closed_paths,
@@ -170,6 +171,7 @@ def layers(
     with RunDirectory(out, config, resume) as directory, seeded(config.seed):
         finished = _read(config, directory)
         if finished is not None:
+            layers_report(directory, finished)
             return finished
         train, test, n_classes = _data(config)
         model = _model(config, train.tensors[0], n_classes)
@@ -180,6 +182,7 @@ def layers(
         directory.save("report.txt", f"{result.report}\n\n{result.ablation}")
         _draw(directory, result, len(train))
         directory.save("summary.json", result.summary())
+        layers_report(directory, result)
     return result
 
 

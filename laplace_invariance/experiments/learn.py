@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from copy import deepcopy
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +18,10 @@ from laplace.curvature.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from laplace_invariance import datasets, plots
+from laplace_invariance import datasets
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import (
     BATCH,
     MARGLIK_BATCH,
@@ -31,7 +30,6 @@ from laplace_invariance.experiments.base import (
     accuracy,
     chosen_device,
     cosine_recipe,
-    draw_evidence,
     image_model,
     load_transformed,
     network_name,
@@ -40,6 +38,7 @@ from laplace_invariance.experiments.base import (
 )
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LearnConfig
+from laplace_invariance.experiments.reports import learn_report
 from laplace_invariance.experiments.results import LearnResult, data_of
 from laplace_invariance.files import replace
 from laplace_invariance.layers import FixupResNet, cnn, mlp
@@ -48,13 +47,9 @@ from laplace_invariance.marglik import (
     Evidence,
     Objective,
     Result,
-    SearchResult,
     marglik_training,
 )
 from laplace_invariance.marglik.estimators import chosen_estimator
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = [
     "CURVATURES",
@@ -101,7 +96,9 @@ def learn(
         summary = directory.finished()
         if summary is not None:
             del summary["experiment"]
-            return LearnResult(config, **summary)
+            finished = LearnResult(config, **summary)
+            learn_report(directory, finished)
+            return finished
         split, model = _prepare(config)
         directory.begin()
         start = time.perf_counter()
@@ -112,11 +109,10 @@ def learn(
         model_file = directory.path("model.pt")
         if model_file is not None:
             replace(model_file, lambda file: torch.save(model.state_dict(), file))
-        drawn = deepcopy(getattr(model, "augmentation", None))
-        if drawn is not None:
-            drawn.to("cpu")
-        _draw(directory, result, training, drawn, split.x_train)
+        estimator = chosen_estimator(_estimator(config), training.model, _objective(config))
+        pictures.draw_learn(directory, result, _augmentation(config), estimator, split)
         directory.save("summary.json", result.summary())
+        learn_report(directory, result)
     return result
 
 
@@ -301,47 +297,3 @@ def _scale_correlation(config: LearnConfig, augmentation: AffineImage | None) ->
     columns = augmentation.coefficients(draws).unbind(1)
     x_scale, y_scale = (columns[augmentation.names.index(f"{axis}_scale")] for axis in "xy")
     return F.cosine_similarity(x_scale, y_scale, dim=0).item()
-
-
-def _draw(
-    directory: RunDirectory,
-    result: LearnResult,
-    training: Result,
-    augmentation: AffineImage | None,
-    images: Tensor,
-) -> None:
-    config = result.config
-    title = f"{config.data}, {config.transform.replace('_', ' ')}"
-    history = training.history
-    estimator = chosen_estimator(_estimator(config), training.model, _objective(config))
-    draw_evidence(directory, history, len(images), title, estimator)
-    initial = _augmentation(config)
-    if augmentation is None or initial is None:
-        return
-    epochs = [record["epoch"] for record in history]
-    found = [record["ranges"]["augmentation"] for record in history]
-    values = {name: [ranges[name] for ranges in found] for name in augmentation.names}
-    truth = {name: value for name, value in result.truth.items() if value > 0}
-
-    def ranges(figure: Figure) -> None:
-        plots.ranges_over_epochs(epochs, values, truth, figure.subplots()).set_title(title)
-
-    def samples(figure: Figure) -> None:
-        start, end = figure.subplots(1, 2)
-        plots.samples(initial, images[:6], 8, start, "at the start")
-        plots.samples(augmentation, images[:6], 8, end, "as learnt")
-
-    def flow(figure: Figure) -> None:
-        plots.flow(augmentation, figure.subplots()).set_title(f"learnt on {title}")
-
-    if training.search is not None:
-        directory.figure("search.png", (9, 6), partial(_draw_search, training.search, title))
-    directory.figure("ranges.png", (8, 4.5), ranges)
-    directory.figure("samples.png", (11, 5), samples)
-    directory.figure("flow.png", (5, 5), flow)
-
-
-def _draw_search(search: SearchResult, title: str, figure: Figure) -> None:
-    losses = {str(trial): trial.loss for trial in search.trials}
-    steps = {str(trial): trial.n_steps for trial in search.trials}
-    plots.search_trials(losses, steps, figure.subplots()).set_title(f"search on {title}")

@@ -9,21 +9,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from laplace_invariance import plots
 from laplace_invariance.augmentations import AffineImage
+from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import CURVATURES, LearnResult, learn, learnt_model
 from laplace_invariance.experiments.options import ProfileConfig
+from laplace_invariance.experiments.reports import profile_report
 from laplace_invariance.marglik.profiles import Profile, profile_of
 from laplace_invariance.marglik.profiles import profile as evidence_profile
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["ProfileConfig", "ProfileResult", "profile"]
 
@@ -87,8 +85,9 @@ def profile(
         words = partial(AffineImage().in_words, config.name, shape=learnt.data["in_shape"])
         found = replace(found, in_words=words)
         result = ProfileResult(config, found, learnt.truth.get(config.name), learnt)
-        _draw(directory, result)
+        pictures.draw_profile(directory, result)
         directory.save("summary.json", result.summary())
+        profile_report(directory, result)
     return result
 
 
@@ -122,13 +121,3 @@ def _compute(
             resume=directory.out is not None,
             progress_bar=progress_bar,
         )
-
-
-def _draw(directory: RunDirectory, result: ProfileResult) -> None:
-    config = result.config
-    title = f"{config.data}, {config.transform.replace('_', ' ')}, {config.method}"
-
-    def draw(figure: Figure) -> None:
-        plots.evidence_by_range(result.profile, result.truth, figure.subplots()).set_title(title)
-
-    directory.figure("profile.png", (7, 4.5), draw)

@@ -6,17 +6,17 @@ range of transformations is tried, by training on for a while with it and withou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_invariance import datasets, plots
+from laplace_invariance import datasets
 from laplace_invariance.augmentations import AffineImage
+from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import (
     BATCH,
     MARGLIK_BATCH,
@@ -30,6 +30,7 @@ from laplace_invariance.experiments.base import (
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LEARN_NETWORKS
 from laplace_invariance.experiments.options import SuggestConfig
+from laplace_invariance.experiments.reports import suggest_report
 from laplace_invariance.experiments.results import transform_words
 from laplace_invariance.files import replace
 from laplace_invariance.marglik import MAP, Suggestions, marglik_training
@@ -37,9 +38,6 @@ from laplace_invariance.marglik import suggest as suggest_for
 from laplace_invariance.marglik.suggestions import candidates_of
 from laplace_invariance.marglik.targets import check_targets
 from laplace_invariance.tables import labelled
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["SuggestConfig", "SuggestResult", "suggest"]
 
@@ -107,7 +105,9 @@ def suggest(
         summary = directory.finished()
         if summary is not None:
             found = Suggestions.from_dict(summary["suggestions"])
-            return SuggestResult(config, summary["accuracy"], summary["net"], found)
+            finished = SuggestResult(config, summary["accuracy"], summary["net"], found)
+            suggest_report(directory, finished)
+            return finished
         split = load_transformed(config, config.transform, config.seed, needs_test=False)
         augmentation = AffineImage()
         candidates_of(augmentation, config.ranges or None)  # refuse before anything is trained
@@ -135,8 +135,9 @@ def suggest(
         if split.has_test:
             rate = accuracy(net, TensorDataset(split.x_test, split.y_test))
         result = SuggestResult(config, rate, network_name(config.net, split), found)
-        directory.figure("suggest.png", (8, 1.5 + 0.35 * len(found.rows)), _drawing(result))
+        pictures.draw_suggest(directory, result)
         directory.save("summary.json", result.summary())
+        suggest_report(directory, result)
     return result
 
 
@@ -182,19 +183,3 @@ def _train(
     path = directory.path("network.pt")
     if path is not None:
         replace(path, lambda file: torch.save(net.state_dict(), file))
-
-
-def _drawing(result: SuggestResult) -> Callable[[Figure], object]:
-    config, found = result.config, result.suggestions
-    title = f"{result.net} on {config.data}, {config.transform.replace('_', ' ')}"
-
-    def draw(figure: Figure) -> None:
-        plots.gains(
-            [row.words for row in found.rows],
-            [row.gain for row in found.rows],
-            [row.error for row in found.rows],
-            [row.verdict != "not clear" for row in found.rows],
-            figure.subplots(),
-        ).set_title(title)
-
-    return draw

@@ -8,6 +8,7 @@ from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objec
 from laplace_invariance.marglik.profiles import Profile, profile
 from laplace_invariance.marglik.search import Search, SearchResult
 from laplace_invariance.marglik.suggestions import Suggestion, Suggestions, suggest
+from laplace_invariance.marglik.tracking import TensorBoard, WandB
 from laplace_invariance.marglik.training import Result, marglik_training
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "SearchResult",
     "Suggestion",
     "Suggestions",
+    "TensorBoard",
+    "WandB",
     "learn_augmentation",
     "log_evidence",
     "marglik_training",

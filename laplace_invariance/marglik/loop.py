@@ -107,6 +107,7 @@ class Trainer:
         )
         with bar:
             while self.epoch < self.n_epochs:
+                bar.set_description(self._phase(self.epoch + 1))
                 try:
                     record = self._run_epoch()
                 except FloatingPointError as error:
@@ -148,6 +149,16 @@ class Trainer:
         if loader is not None and (due or self.epoch == self.n_epochs):
             valid = self._validate(loader)
         return self._record(estimate, valid)
+
+    def _phase(self, epoch: int) -> str:
+        """Return in words what happens in an epoch, for the progress bar."""
+        if not self._objective.estimates:
+            return "training"
+        if epoch < self.settings.schedule.n_epochs_burnin:
+            return "burn-in"
+        if epoch > self.settings.evidence.estimator.n_epochs_learning(self.n_epochs):
+            return "only weights"
+        return "learning"
 
     def _check_what_is_learnt(self) -> None:
         """Raise if a callback changed what requires grad, which optimisers would not follow."""

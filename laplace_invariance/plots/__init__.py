@@ -1,8 +1,8 @@
 """Pictures: functions that take and return matplotlib Axes, and import matplotlib when called."""
 
 from laplace_invariance.plots.outcomes import (
-    accuracies,
     bound_by_range,
+    by_method,
     evidence_by_range,
     gains,
     invariances,
@@ -10,7 +10,7 @@ from laplace_invariance.plots.outcomes import (
     probability_by_angle,
 )
 from laplace_invariance.plots.paths import layer_precisions, layer_shares
-from laplace_invariance.plots.style import figure
+from laplace_invariance.plots.style import INK, figure
 from laplace_invariance.plots.training import (
     errors,
     evidence,
@@ -22,10 +22,13 @@ from laplace_invariance.plots.training import (
     spectra,
 )
 from laplace_invariance.plots.transformations import filter_bank, flow, samples, shapes
+from laplace_invariance.plots.units import by_unit, in_unit, short_words, unit_of
 
 __all__ = [
-    "accuracies",
+    "INK",
     "bound_by_range",
+    "by_method",
+    "by_unit",
     "errors",
     "evidence",
     "evidence_by_range",
@@ -34,6 +37,7 @@ __all__ = [
     "filter_bank",
     "flow",
     "gains",
+    "in_unit",
     "invariances",
     "layer_precisions",
     "layer_shares",
@@ -45,5 +49,7 @@ __all__ = [
     "samples",
     "search_trials",
     "shapes",
+    "short_words",
     "spectra",
+    "unit_of",
 ]

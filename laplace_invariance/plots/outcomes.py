@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from laplace_invariance.plots.style import colour, hide_spines, legend_beside
+from laplace_invariance.plots.style import (
+    ACCENT,
+    FAINT,
+    INK,
+    colour,
+    hide_spines,
+    legend_beside,
+    tidy,
+)
+from laplace_invariance.plots.units import in_unit, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,8 +27,8 @@ if TYPE_CHECKING:
     from laplace_invariance.metrics import Invariance, InvarianceReport
 
 __all__ = [
-    "accuracies",
     "bound_by_range",
+    "by_method",
     "evidence_by_range",
     "gains",
     "invariances",
@@ -28,40 +37,43 @@ __all__ = [
 ]
 
 MEASURES = {"predictive": "predictive", "logit": "logit", "saliency": "1 - saliency"}  # and titles
-UNITS = {"rotation": ", radians", "scale": ", logarithm of the factor"}
+RAISED, GREY = "#2f8f5b", "0.78"  # what clearly raises the evidence, and what is not clear
 
 
-def accuracies(table: Mapping[str, Mapping[str, float]], ax: Axes) -> Axes:
-    """Draw accuracies as bars, methods side by side within each kind of data.
-
-    The axis starts below the smallest value, at a multiple of ten percent, so heights are not
-    proportional to accuracies.
+def by_method(values: Mapping[str, Sequence[float]], form: str, ax: Axes) -> Axes:
+    """Draw what methods reach, a dot per run, and the mean with its spread if there are several.
 
     Args:
-        table: Accuracies in [0, 1] by kind of data and method; a kind may lack a method.
+        values: Values by method, one per run, the first method on top.
+        form: How a mean is written beside its mark, such as ``"{:.1f}"``.
         ax: Axes to draw on.
 
     Raises:
-        ValueError: If there are none, or they are not fractions.
+        ValueError: If there is nothing to draw, or a method has no value.
     """
-    values = list(chain.from_iterable(row.values() for row in table.values()))
-    if not values or not all(0 <= value <= 1 for value in values):
-        raise ValueError(f"accuracies must be between 0 and 1, and at least one, got {values}")
-    methods = list(dict.fromkeys(chain.from_iterable(table.values())))
-    width = 0.8 / len(methods)
-    for i, method in enumerate(methods):
-        with_method = [k for k, row in enumerate(table.values()) if method in row]
-        xs = [k + (i + 0.5) * width - 0.4 for k in with_method]
-        heights = [100 * row[method] for row in table.values() if method in row]
-        bars = ax.bar(xs, heights, width=0.92 * width, color=colour(i), label=method)
-        ax.bar_label(bars, fmt="%.1f", fontsize="small", padding=1)
-    ax.set_xticks(range(len(table)), [kind.replace("_", " ") for kind in table])
-    ax.tick_params(axis="x", length=0)
-    bottom = max(0, 10 * math.floor(10 * min(values) - 0.5))
-    top = min(104, 1.04 * 100 * max(values) + 1)
-    ax.set(ylabel="test accuracy (%)", ylim=(bottom, top))
-    hide_spines(ax, "top", "right")
-    return legend_beside(ax)
+    if not values or not all(values.values()):
+        raise ValueError(f"every method needs a value, and there must be one, got {dict(values)}")
+    for place, found in enumerate(values.values()):
+        mean = statistics.fmean(found)
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        if spread:
+            ax.plot([mean - spread, mean + spread], [place, place], color=INK, lw=1.6, zorder=2)
+            ax.plot(found, [place] * len(found), "o", color=FAINT, ms=5, mew=0, zorder=1)
+        ax.plot(mean, place, "o", color=ACCENT, mec="w", ms=9, zorder=3)
+        ax.annotate(
+            form.format(mean),
+            (mean, place),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize="small",
+            color=INK,
+        )
+    ax.set_yticks(range(len(values)), list(values))
+    ax.set_ylim(len(values) - 0.4, -0.75)
+    ax.margins(x=0.12)
+    tidy(ax, "both").tick_params(axis="y", length=0)
+    return ax
 
 
 def probability_by_angle(
@@ -108,32 +120,42 @@ def bound_by_range(
     return ax
 
 
-def evidence_by_range(profile: Profile, truth: float | None, ax: Axes) -> Axes:
+def evidence_by_range(
+    profile: Profile, truth: float | None, ax: Axes, size: tuple[int, int] | None = None
+) -> Axes:
     """Plot the log evidence along a range, with the learnt value and the flat interval.
 
     Twice the standard error is shaded, if there is one, and so is the interval in which the
-    evidence is nearly the best.
+    evidence is nearly the best. The axis has the unit of the range: degrees, factors.
 
     Args:
         profile: Profile of ``li.profile``.
         truth: True width, dotted; None if it is not known.
         ax: Axes to draw on.
+        size: Height and width of the images, for translations in pixels.
     """
     evidences = profile.evidences
-    ax.axvspan(*profile.interval, color="C2", alpha=0.15, lw=0, label="nearly the best")
+
+    def place(value: float) -> float:
+        return in_unit(profile.name, value, size)
+
+    places = [place(value) for value in profile.values]
+    low, high = profile.interval
+    ax.axvspan(place(low), place(high), color="C2", alpha=0.15, lw=0, label="nearly the best")
     if profile.errors is not None:
         pairs = list(zip(evidences, profile.errors, strict=True))
-        low, high = ([one + sign * 2 * error for one, error in pairs] for sign in (-1, 1))
-        ax.fill_between(profile.values, low, high, color="C0", alpha=0.25, lw=0)
-    ax.plot(profile.values, evidences, "o-", color="C0", ms=4)
+        below, above = ([one + sign * 2 * error for one, error in pairs] for sign in (-1, 1))
+        ax.fill_between(places, below, above, color="C0", alpha=0.25, lw=0)
+    ax.plot(places, evidences, "o-", color="C0", ms=4.5, lw=1.8)
     words = profile.in_words(profile.learnt)
-    ax.axvline(profile.learnt, color="k", ls="--", lw=1, label=f"learnt: {words}")
+    ax.axvline(place(profile.learnt), color=INK, ls="--", lw=1.2, label=f"learnt: {words}")
     if truth is not None:
         words = profile.in_words(truth)
-        ax.axvline(truth, color="C3", ls=":", lw=1.5, label=f"true: {words}")
-    unit = UNITS.get(profile.name.rpartition("_")[2].rpartition(".")[2], "")
-    ax.set(xlabel=profile.name.replace("_", " ") + unit, ylabel="log evidence per example")
-    ax.legend(loc="best", fontsize="small")
+        ax.axvline(place(truth), color=ACCENT, ls=":", lw=1.8, label=f"true: {words}")
+    unit = unit_of(profile.name, size)
+    name = profile.name.replace("_", " ")
+    ax.set(xlabel=f"{name}, {unit.label}", ylabel="log evidence per example, nats")
+    tidy(ax).legend(loc="best", fontsize="small", frameon=False)
     return ax
 
 
@@ -144,7 +166,7 @@ def gains(
     are_clear: Sequence[bool],
     ax: Axes,
 ) -> Axes:
-    """Draw gains in evidence as horizontal bars with their standard errors, the highest on top.
+    """Draw gains in evidence as bars from zero with their standard errors, the highest on top.
 
     Gains that are not clear are grey, others have the colour of their sign. A gain of minus
     infinity has no bar.
@@ -160,16 +182,28 @@ def gains(
     for place, (value, _, error, is_clear) in enumerate(bars):
         if not math.isfinite(value):
             continue
-        color = "0.75"
+        color = GREY
         if is_clear:
-            color = colour(2 if value > 0 else 3)
-        ax.barh(place, value, xerr=error, height=0.7, color=color, ecolor="0.2", capsize=2)
-    ax.axvline(0, color="k", lw=1)
+            color = RAISED if value > 0 else ACCENT
+        ax.barh(place, value, xerr=error, height=0.66, color=color, ecolor=INK, capsize=2)
+        side = math.copysign(1, value)
+        ax.annotate(
+            f"{value:+.3f}",
+            (value + side * error, place),
+            (4 * side, 0),
+            textcoords="offset points",
+            ha="left" if side > 0 else "right",
+            va="center",
+            fontsize="small",
+            color=INK,
+        )
+    ax.axvline(0, color=INK, lw=1)
     ax.set_yticks(range(len(bars)), [name.replace("_", " ") for _, name, _, _ in bars])
     ax.set_ylim(len(bars) - 0.4, -0.6)
-    ax.tick_params(axis="y", length=0)
-    ax.set_xlabel("gain in log evidence per example (grey: not clear)")
-    hide_spines(ax, "top", "right", "left")
+    ax.margins(x=0.14)
+    ax.set_xlabel("gain in log evidence, nats per example")
+    tidy(ax, "x").tick_params(axis="y", length=0)
+    hide_spines(ax, "left")
     return ax
 
 

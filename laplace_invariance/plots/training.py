@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from laplace_invariance.plots.style import COLOURS, colour, legend_beside
+from laplace_invariance.plots.style import (
+    ACCENT,
+    COLOURS,
+    FAINT,
+    INK,
+    colour,
+    legend_above,
+    legend_beside,
+    mark_epochs,
+    tidy,
+)
+from laplace_invariance.plots.units import Unit, by_unit, in_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +36,9 @@ __all__ = [
     "search_trials",
     "spectra",
 ]
+
+
+FEW = 12  # values of a curve up to which each has a mark
 
 
 def learnt_range(
@@ -51,45 +65,81 @@ def ranges_over_epochs(
     epochs: Sequence[float],
     values: Mapping[str, Sequence[float]],
     truth: Mapping[str, float] | None,
-    ax: Axes,
-) -> Axes:
-    """Plot the ranges of several transformations over epochs, each with its true value dashed.
+    axes: Sequence[Axes],
+    *,
+    size: tuple[int, int] | None = None,
+    best_epoch: int | None = None,
+    settled: int | None = None,
+) -> Sequence[Axes]:
+    """Plot ranges over epochs, those of each unit on axes of their own.
 
-    Those that the data do not have, by ``truth`` zero or absent, are thin.
+    Those that the data do not have, by ``truth`` zero or absent, are thin; of others the true value
+    is dashed.
 
     Args:
         epochs: Epochs at which the values were taken.
         values: Magnitudes by name, one per epoch.
         truth: True magnitudes by name; None if they are not known.
-        ax: Axes to draw on.
+        axes: Axes to draw on, as many as ``plots.by_unit(values, size)`` has units.
+        size: Height and width of the images, for translations in pixels.
+        best_epoch: Epoch whose ranges are kept, dotted.
+        settled: Epoch after which ranges stay, shaded.
     """
-    wanted = [name for name in values if truth is None or truth.get(name)]
-    others = [name for name in values if name not in wanted]
-    colours = {name: colour(i) for i, name in enumerate(values)}
-    thick: dict[str, Any] = {"lw": 2}
-    thin: dict[str, Any] = {"lw": 1, "alpha": 0.65, "zorder": 1}
-    for names, style in ((wanted, thick), (others, thin)):
+    units = by_unit(values, size)
+    for ax, (unit, names) in zip(axes, units.items(), strict=True):
+        shown = {name: [in_unit(name, value, size) for value in values[name]] for name in names}
+        true = {}
         for name in names:
-            label = name.replace("_", " ")
-            ax.plot(epochs, values[name], color=colours[name], label=label, **style)
-    if truth is not None and wanted:
-        _dash({name: truth[name] for name in wanted}, colours, ax)
-    ax.set(
-        xlabel="epoch",
-        ylabel="range: rotation in radians, translation\nin half-widths, scale in log factors",
-    )
-    ax.set_ylim(bottom=0)
-    return legend_beside(ax)
+            if truth is not None and truth.get(name):
+                true[name] = in_unit(name, truth[name], size)
+        _draw_ranges(epochs, shown, true, truth is None, ax)
+        _limit(unit, [*true.values(), *(max(one) for one in shown.values())], ax)
+        mark_epochs(ax, best_epoch, settled, epochs[-1])
+        ax.set(xlabel="epoch", ylabel=unit.label)
+        ax.locator_params(axis="x", integer=True)
+        legend_above(tidy(ax))
+    return axes
+
+
+def _draw_ranges(
+    epochs: Sequence[float],
+    values: Mapping[str, Sequence[float]],
+    truth: Mapping[str, float],
+    all_thick: bool,
+    ax: Axes,
+) -> None:
+    """Plot ranges of one unit, and dash what is true."""
+    colours = {name: colour(i) for i, name in enumerate(values)}
+    thick: dict[str, Any] = {"lw": 2.2}
+    thin: dict[str, Any] = {"lw": 1.1, "alpha": 0.75}
+    for name, curve in values.items():
+        style = thick if all_thick or name in truth else thin
+        label = name.replace("_", " ")
+        marker = "o" if len(epochs) <= FEW else ""
+        ax.plot(epochs, curve, marker=marker, ms=4, color=colours[name], label=label, **style)
+    if truth:
+        _dash(truth, colours, ax)
+
+
+def _limit(unit: Unit, values: Sequence[float], ax: Axes) -> None:
+    """Let an axis begin where ranges are closed, and end a little above the values."""
+    top = max(unit.least, *values)
+    room = 0.06 * (top - unit.closed)
+    ax.set_ylim(unit.closed - room / 3, top + room)
+    for step in unit.ticks:
+        if top <= 4.5 * step:
+            ax.set_yticks([step * i for i in range(int(top / step + 1e-6) + 1)])
+            return
 
 
 def _dash(truth: Mapping[str, float], colours: Mapping[str, str], ax: Axes) -> None:
-    """Dash true values; one that several share is dashed in their colours by turns."""
+    """Dash true values: one that all share in ink, others in the colours of their ranges."""
+    style: dict[str, Any] = {"ls": (0, (4, 3)), "lw": 1.3, "zorder": 4}
+    if len(set(truth.values())) == 1:
+        ax.axhline(next(iter(truth.values())), color=INK, label="true", **style)
+        return
     for name, value in truth.items():
-        sharing = [other for other in truth if truth[other] == value]
-        start = 8 * sharing.index(name)
-        drawn, left_out = 6, 8 * len(sharing) - 6
-        ax.axhline(value, color=colours[name], ls=(start, (drawn, left_out)), lw=1.2, zorder=1)
-    ax.plot([], [], color="k", ls="--", lw=1.2, label="true value")
+        ax.axhline(value, color=colours[name], label=f"true {name.replace('_', ' ')}", **style)
 
 
 def ranges_from_starts(
@@ -128,7 +178,14 @@ def evidence(epochs: Sequence[float], curves: dict[str, Sequence[float]], ax: Ax
     return ax
 
 
-def evidence_terms(epochs: Sequence[float], terms: Mapping[str, Sequence[float]], ax: Axes) -> Axes:
+def evidence_terms(
+    epochs: Sequence[float],
+    terms: Mapping[str, Sequence[float]],
+    ax: Axes,
+    *,
+    best_epoch: int | None = None,
+    exact: float | None = None,
+) -> Axes:
     """Plot the log evidence per datum over epochs, and the terms of which it is the sum.
 
     Args:
@@ -136,14 +193,23 @@ def evidence_terms(epochs: Sequence[float], terms: Mapping[str, Sequence[float]]
         terms: Values by name: the log evidence first, then log likelihood, minus half the log
             determinant ratio, minus half the scatter.
         ax: Axes to draw on.
+        best_epoch: Epoch that the model is of, dotted.
+        exact: Exact log evidence per datum at that epoch, a diamond.
     """
     (first, total), *others = terms.items()
-    ax.plot(epochs, total, label=first, color="k", lw=2.2)
+    marker = "o" if len(epochs) <= FEW else ""
     for i, (name, values) in enumerate(others):
-        ax.plot(epochs, values, label=name, color=colour(i), lw=1.4)
-    ax.axhline(0, color="0.8", lw=0.8, zorder=0)
+        ax.plot(epochs, values, marker=marker, ms=3.5, label=name, color=colour(i), lw=1.3)
+    ax.plot(epochs, total, marker=marker, ms=4.5, label=first, color=INK, lw=2.4)
+    if best_epoch is not None:
+        mark_epochs(ax, best_epoch, None, best_epoch)
+        if exact is not None:
+            label = f"exact evidence: {exact:.3f}"
+            ax.plot(best_epoch, exact, "D", color=ACCENT, mec="w", ms=8, label=label, zorder=5)
+    ax.axhline(0, color=FAINT, lw=0.8, zorder=0)
     ax.set(xlabel="epoch", ylabel="nats per datum")
-    return legend_beside(ax)
+    ax.locator_params(axis="x", integer=True)
+    return legend_beside(tidy(ax))
 
 
 def errors(curves: Mapping[str, Sequence[float]], label: str, ax: Axes) -> Axes:
@@ -187,24 +253,51 @@ def spectra(
     return ax
 
 
-def search_trials(losses: Mapping[str, float], steps: Mapping[str, int], ax: Axes) -> Axes:
-    """Plot by how much the candidates of a search lost, in the colour of how long they trained.
+def search_trials(
+    names: Sequence[str],
+    losses: Sequence[float],
+    steps: Sequence[int],
+    ax: Axes,
+    best: int | None = None,
+) -> Axes:
+    """Draw by how much the candidates of a search lost, as bars from zero.
+
+    Candidates that trained equally long are together, as only their evidences compare.
 
     Args:
-        losses: Evidence below that of the best after as many steps, by candidate in words.
+        names: Candidates in words.
+        losses: Evidence of each below that of the best after as many steps.
         steps: Number of steps of each on the weights.
         ax: Axes to draw on.
+        best: Index of the candidate that training starts from.
     """
-    lengths = sorted(set(steps.values()), reverse=True)
-    for i, name in enumerate(losses):
-        index = lengths.index(steps[name])
-        first = steps[name] not in [steps[other] for other in list(losses)[:i]]
-        label = f"{steps[name]} steps" if first else None
-        ax.plot([0, losses[name]], [i, i], color=colour(index), lw=1)
-        ax.plot(losses[name], i, "o", color=colour(index), ms=5, label=label)
-    names = [name.replace("_", " ") for name in losses]
-    ax.set_yticks(range(len(losses)), [textwrap.shorten(n, 60, placeholder=" ...") for n in names])
-    ax.axvline(0, color="k", lw=1)
-    ax.invert_yaxis()
-    ax.set_xlabel("evidence lost to the best, nats per image")
-    return legend_beside(ax)
+    order = sorted(range(len(names)), key=lambda i: (-steps[i], losses[i]))
+    largest = max(max(losses), 1e-9)
+    labels: dict[float, str] = {}
+    headings: list[str] = []
+    place = 0.0
+    for i in order:
+        heading = f"after {steps[i]} steps"
+        if heading not in headings:
+            place += 0.4 if headings else 0.0
+            headings.append(heading)
+            labels[place] = heading
+            place += 1
+        labels[place] = textwrap.shorten(names[i], 60, placeholder=" ...")
+        ax.barh(place, losses[i], height=0.62, color=FAINT)
+        text = f"{losses[i]:.3f}"
+        color = INK
+        if i == best:
+            text, color = f"{text}  training starts here", ACCENT
+            ax.plot(losses[i], place, "o", color=ACCENT, ms=6, clip_on=False)
+        offset = losses[i] + 0.015 * largest
+        ax.text(offset, place, text, fontsize="small", va="center", color=color)
+        place += 1
+    ax.set_yticks(list(labels), list(labels.values()))
+    for label in ax.get_yticklabels():
+        if label.get_text() in headings:
+            label.set_fontweight("bold")
+    ax.set(xlim=(0, 1.15 * largest), ylim=(place - 0.4, -0.6))
+    ax.set_xlabel("evidence lost to the best after as many steps, nats per example")
+    tidy(ax, "x").tick_params(axis="y", length=0)
+    return ax

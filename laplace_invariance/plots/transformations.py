@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import colorsys
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from laplace_invariance.augmentations import AffinePoints, Augmentation, LieGroup
-from laplace_invariance.plots.style import colour, hide_spines
+from laplace_invariance.plots.style import FAINT, INK, colour, hide_spines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["filter_bank", "flow", "samples", "shapes"]
+
+# Points of which a flow is drawn, at four distances from the centre and in four directions
+POINTS = [
+    (radius * math.cos(angle), radius * math.sin(angle))
+    for radius, angle in ((0.3, 0.6), (0.58, 3.0), (0.86, 5.4), (1.14, 2.2))
+]
+VISIBLE = 0.02  # half-widths by which a range must move a point to be drawn
 
 
 def shapes(points: Tensor, labels: Tensor, ax: Axes, columns: int = 6) -> Axes:
@@ -95,44 +101,81 @@ def samples(
 
 
 @torch.no_grad()
-def flow(augmentation: LieGroup, ax: Axes, n_paths: int = 24, n_points: int = 5) -> Axes:
-    """Draw the ways of a grid of points under transformations, ``exp(t c.G)`` for t in [0, 1].
+def flow(
+    augmentation: LieGroup, ax: Axes, image: Tensor | None = None, *, n_samples: int = 250
+) -> Axes:
+    """Draw where a few points of the plane go: clouds of samples, and an arc per open range.
 
-    Each point has a colour, and one faint line per draw ``c``: where few of them arrive they
-    are pale. The square is the image. For images these are the positions that a pixel reads; as
-    draws are symmetric, what is seen there is transformed alike.
+    An arc is the way under one range alone, ``exp(t G)`` for t from minus to plus its width. A
+    cloud is that of samples of all ranges together. Points have different distances from the
+    centre, so that full rotations do not meet. The square is the image. For images these are the
+    positions that a pixel reads; as draws are symmetric, what is seen there is transformed alike.
 
     Args:
         augmentation: An ``AffineImage``, ``AffinePoints`` in two dimensions, or another group
             of 3 x 3 matrices.
         ax: Axes to draw on.
-        n_paths: Number of draws.
-        n_points: Number of points along each side of the grid.
+        image: Image ``[channels, height, width]`` in [0, 1] that is drawn faintly behind.
+        n_samples: Number of samples in a cloud.
 
     Raises:
         ValueError: If the augmentation is not an affine group of the plane.
     """
     generators = _planar_generators(augmentation)
-    coefficients = augmentation.coefficients(augmentation.fixed(n_paths)[0])
-    # A little off the centre, so that no rotation takes one point to another: it can be seen how
-    # far each goes.
-    xs = torch.linspace(-1, 0.85, n_points)
-    ys = torch.linspace(-0.9, 0.95, n_points)
-    grid = torch.cartesian_prod(xs, ys).to(coefficients)
-    paths = _paths(coefficients, generators, grid).cpu()
-    for (x, y), lines in zip(grid.tolist(), paths, strict=True):
-        color = colorsys.hsv_to_rgb(math.atan2(y, x) / (2 * math.pi) % 1, 1.0, 0.75)
-        along = lines[..., 0], lines[..., 1]
-        ax.plot(*along, color=color, lw=1.5, alpha=0.2, solid_capstyle="butt")
-        ax.plot(x, y, "o", color=color, mec="k", mew=0.8, ms=5, zorder=4)
-    ax.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color="k", lw=1, zorder=3)
+    points = torch.tensor(POINTS).to(generators)
+    if image is not None:
+        _draw_behind(image, ax)
+    draws = augmentation.sample(1, n_samples, torch.Generator().manual_seed(0))[0]
+    coefficients = augmentation.coefficients(draws)
+    clouds = _moved(torch.einsum("ck,kij->cij", coefficients, generators), points).cpu()
+    if (clouds - points.cpu()).norm(dim=-1).max() > VISIBLE:
+        ax.plot(*clouds.flatten(0, 1).T, ".", color=INK, ms=3.5, alpha=0.22, mew=0, zorder=3)
+    for i, (name, width) in enumerate(augmentation.magnitudes().items()):
+        times = torch.linspace(-width, width, 129).to(generators)
+        ways = _moved(times.view(-1, 1, 1) * generators[i], points).cpu()
+        if (ways - points.cpu()).norm(dim=-1).max() <= VISIBLE:
+            continue
+        label = f"{name.replace('_', ' ')} {augmentation.in_words(name, width)}"
+        ax.plot(*ways.unbind(-1), color=colour(i), lw=2.6, solid_capstyle="round", zorder=4)
+        ax.plot(*ways[[0, -1]].flatten(0, 1).T, "o", color=colour(i), ms=5, mew=0, zorder=4)
+        ax.plot([], [], color=colour(i), lw=2.6, label=label)
+    ax.plot(*points.cpu().T, "o", color="w", mec=INK, mew=1.6, ms=7, zorder=5, label="points")
+    ax.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color=INK, lw=1, zorder=2)
+    return _finish_flow(augmentation, ax)
+
+
+def _finish_flow(augmentation: LieGroup, ax: Axes) -> Axes:
+    """Set limits, labels and the direction of y."""
     ax.set(xlabel="x (half-widths)", ylabel="y (half-widths)")
+    low = min(-1.35, *ax.dataLim.min)
+    high = max(1.35, *ax.dataLim.max)
+    side = min(max(-low, high), 3.0) + 0.05
+    ax.set(xlim=(-side, side), ylim=(-side, side), xticks=[-1, 0, 1], yticks=[-1, 0, 1])
     ax.set_aspect("equal")
     if isinstance(augmentation, AffinePoints):
         ax.set(xlabel="x", ylabel="y")
     elif not ax.yaxis_inverted():
         ax.invert_yaxis()
+    hide_spines(ax)
+    ax.tick_params(color=FAINT, labelcolor=INK, labelsize="small")
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.1),
+        ncols=2,
+        fontsize="small",
+        frameon=False,
+    )
     return ax
+
+
+def _draw_behind(image: Tensor, ax: Axes) -> None:
+    """Show an image faintly, with the centres of its outermost pixels at -1 and 1."""
+    _, height, width = image.shape
+    x, y = (1 + 1 / max(side - 1, 1) for side in (width, height))
+    shown = rearrange(image, "c h w -> h w c").clamp(0, 1).squeeze(-1).cpu()
+    extent = (-x, x, y, -y)
+    style: dict[str, Any] = {"vmin": 0, "vmax": 2.5, "interpolation": "bilinear", "alpha": 0.6}
+    ax.imshow(shown, cmap="Greys", extent=extent, zorder=0, **style)
 
 
 def _planar_generators(augmentation: Augmentation) -> Tensor:
@@ -145,13 +188,11 @@ def _planar_generators(augmentation: Augmentation) -> Tensor:
     raise ValueError(f"flow draws affine groups of the plane, matrices [3, 3], got {found}")
 
 
-def _paths(coefficients: Tensor, generators: Tensor, points: Tensor, n_times: int = 33) -> Tensor:
-    """Return ``exp(t c.G) p`` as ``[points, times, paths, 2]`` for ``c`` ``[paths, k]``."""
-    times = torch.linspace(0, 1, n_times).to(coefficients)
-    exponents = torch.einsum("t,ck,kij->tcij", times, coefficients, generators)
+def _moved(exponents: Tensor, points: Tensor) -> Tensor:
+    """Return ``exp(A) p`` as ``[n, points, 2]`` for matrices ``A`` ``[n, 3, 3]``."""
     maps = torch.linalg.matrix_exp(exponents)[..., :2, :]
     homogeneous = torch.cat([points, torch.ones_like(points[:, :1])], dim=1)
-    return torch.einsum("tcij,pj->ptci", maps, homogeneous)
+    return torch.einsum("cij,pj->cpi", maps, homogeneous)
 
 
 def filter_bank(filters: Tensor, ax: Axes) -> Axes:

@@ -24,7 +24,14 @@ SMALL = {
     "batch_size": 30,
 }
 FIGURES = {"evidence.png", "layers.png"}
-FILES = {"checkpoint.pt", "experiment.json", "history.jsonl", "report.txt", "summary.json"}
+FILES = {
+    "checkpoint.pt",
+    "experiment.json",
+    "history.jsonl",
+    "report.html",
+    "report.txt",
+    "summary.json",
+}
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ FILES = FIGURES | {
     "experiment.json",
     "history.jsonl",
     "model.pt",
+    "report.html",
     "summary.json",
 }
 

@@ -21,6 +21,7 @@ SMALL = {
 }
 WORDS = "--train 100 --test 50 --epochs 2 --steps 2 --repeats 2 --samples 2"
 FILES = {
+    "report.html",
     "checkpoint.pt",
     "experiment.json",
     "history.jsonl",

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import tqdm
 from builders import (
     Bad,
     invariant_network,
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import laplace_invariance as li
 from laplace_invariance.layers.sparse import SparseLinear2d
-from laplace_invariance.marglik import checkpoints
+from laplace_invariance.marglik import MAP, Running, checkpoints
 from laplace_invariance.marglik.loop import Trainer
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
@@ -219,6 +220,19 @@ def test_progress_bar_shows_what_is_known(capfd):
     assert out == ""
     for word in ("4/4", "loss", "evidence", "accuracy", "rotation"):
         assert word in err
+
+
+def test_progress_bar_says_what_is_going_on(monkeypatch):
+    said = []
+    monkeypatch.setattr(tqdm.tqdm, "set_description", lambda bar, words: said.append(words))
+    run = {"n_epochs": 5, "n_epochs_burnin": 3, "progress_bar": True}
+    li.marglik_training(
+        invariant_network(), shuffled(labelled_points()), estimator=Running(settle=0.2), **run
+    )
+    assert said == ["burn-in", "burn-in", "learning", "learning", "only weights"]
+    said.clear()
+    li.marglik_training(plain_network(), shuffled(labelled_points()), objective=MAP(), **run)
+    assert set(said) == {"training"}
 
 
 def test_history_can_be_read_while_it_runs(tmp_path):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import tqdm
 from builders import invariant_network, labelled_points, shuffled, training_settings, without_times
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -239,3 +240,23 @@ def test_widths_outside_their_limits_are_refused():
         space.candidate({"rotation": 3.5})
     with pytest.raises(ValueError, match="no range 'shear' to search"):
         space.candidate({"shear": 0.1})
+
+
+def test_progress_has_a_total_that_comes_true(monkeypatch):
+    """What is left is estimated from the start, and known in the last stage."""
+    seen = []
+
+    class Bar(tqdm.tqdm):
+        def update(self, n=1):
+            seen.append((self.desc.removesuffix(": "), self.n + 1, self.total))
+            return super().update(n)
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    model, loader = invariant_network(), shuffled(labelled_points())
+    li.marglik_training(model, loader, search=SMALL, progress_bar=True, **SHORT)
+    stages = list(dict.fromkeys(words for words, _, _ in seen if words.startswith("search")))
+    assert stages[0] == "search: first"
+    assert stages[-1] == "search: last two"
+    searching = [(n, total) for words, n, total in seen if words.startswith("search")]
+    assert all(n <= total for n, total in searching)
+    assert searching[-1] == (len(searching), len(searching))

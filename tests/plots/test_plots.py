@@ -37,36 +37,73 @@ def lines(ax):
 VALUES = {"rotation": [0.0, 1.0, 3.0], "x_scale": [0.0, 0.1, 0.2], "shear": [0.0, 0.0, 0.1]}
 
 
-def test_ranges_have_their_true_value_in_their_colour(ax):
-    assert (
-        plots.ranges_over_epochs([0, 1, 2], VALUES, datasets.true_ranges("fully_rotated"), ax) is ax
-    )
-    assert labels(ax) == ["rotation", "x scale", "shear", "true value"]
-    rotation = lines(ax)["rotation"]
-    assert list(rotation.get_ydata()) == VALUES["rotation"]
-    (dashed,) = [line for line in ax.get_lines() if list(line.get_ydata()) == [math.pi, math.pi]]
-    assert dashed.get_color() == rotation.get_color()
-    assert dashed.is_dashed()
-    assert rotation.get_linewidth() > 1.5 * lines(ax)["x scale"].get_linewidth()
-    assert lines(ax)["shear"].get_alpha() < 1
-    for unit in ("radians", "half-widths", "log factors"):
-        assert unit in ax.get_ylabel()
+@pytest.fixture
+def draw_ranges():
+    """Return a function that draws ranges on as many axes as they have units."""
+
+    def draw(epochs, values, truth, **options):
+        n_units = len(plots.by_unit(values, options.get("size")))
+        figure = plots.figure((9, 3))
+        axes = figure.subplots(1, n_units, squeeze=False)[0]
+        assert plots.ranges_over_epochs(epochs, values, truth, axes, **options) is axes
+        figure.savefig(io.BytesIO())
+        return axes
+
+    return draw
 
 
-def test_a_true_value_that_two_share_is_dashed_in_turn(ax):
+def test_ranges_of_different_units_never_share_axes(draw_ranges):
+    degrees, factors = draw_ranges([0, 1, 2], VALUES, datasets.true_ranges("fully_rotated"))
+    assert (degrees.get_ylabel(), factors.get_ylabel()) == ("± degrees", "factor, up to")
+    assert labels(degrees) == ["rotation", "true"]
+    assert labels(factors) == ["x scale", "shear"]
+    rotation = lines(degrees)["rotation"]
+    assert list(rotation.get_ydata()) == pytest.approx([0, 57.29578, 171.88734])
+    assert list(lines(factors)["x scale"].get_ydata()) == pytest.approx([1, 1.10517, 1.2214], 1e-4)
+    assert list(lines(degrees)["true"].get_ydata()) == [180, 180]
+    assert lines(degrees)["true"].is_dashed()
+    assert rotation.get_linewidth() > 1.5 * lines(factors)["x scale"].get_linewidth()
+    assert factors.get_ylim()[0] < 1 < 1.2 < factors.get_ylim()[1]
+
+
+def test_an_axis_is_never_filled_by_noise(draw_ranges):
+    (degrees,) = draw_ranges([0, 1], {"rotation": [0.0, 1e-4]}, None)
+    assert degrees.get_ylim()[1] > 30
+
+
+def test_translations_are_in_pixels_of_the_own_axis(draw_ranges):
+    values = {"x_translation": [0.0, 0.5], "y_translation": [0.0, 0.5]}
+    (ax,) = draw_ranges([0, 1], values, None, size=(5, 9))
+    assert ax.get_ylabel() == "± pixels"
+    assert list(lines(ax)["x translation"].get_ydata()) == [0, 2]
+    assert list(lines(ax)["y translation"].get_ydata()) == [0, 1]
+    (ax,) = draw_ranges([0, 1], values, None)
+    assert ax.get_ylabel() == "± half-widths of the image"
+
+
+def test_true_values_that_differ_have_the_colours_of_their_ranges(draw_ranges):
     values = {"x_scale": [0.0, 0.5], "y_scale": [0.0, 0.6]}
-    plots.ranges_over_epochs([0, 1], values, datasets.true_ranges("scaled"), ax)
-    dashed = [line for line in ax.get_lines() if list(line.get_ydata()) == [math.log(2)] * 2]
-    assert [line.get_color() for line in dashed] == [
-        lines(ax)[name].get_color() for name in ("x scale", "y scale")
-    ]
+    (ax,) = draw_ranges([0, 1], values, datasets.true_ranges("scaled"))
+    assert labels(ax) == ["x scale", "y scale", "true"]
+    assert list(lines(ax)["true"].get_ydata()) == pytest.approx([2, 2])
+    (ax,) = draw_ranges([0, 1], values, {"x_scale": 0.1, "y_scale": 0.2})
+    for name in ("x scale", "y scale"):
+        assert lines(ax)[f"true {name}"].get_color() == lines(ax)[name].get_color()
 
 
-def test_without_a_truth_all_ranges_are_alike(ax):
-    plots.ranges_over_epochs([0, 1, 2], VALUES, None, ax)
-    assert labels(ax) == ["rotation", "x scale", "shear"]
+def test_without_a_truth_all_ranges_are_alike(draw_ranges):
+    (ax,) = draw_ranges([0, 1, 2], {name: VALUES[name] for name in ("x_scale", "shear")}, None)
+    assert labels(ax) == ["x scale", "shear"]
     assert len({line.get_linewidth() for line in ax.get_lines()}) == 1
-    assert len({line.get_color() for line in ax.get_lines()}) == 3
+    assert len({line.get_color() for line in ax.get_lines()}) == 2
+
+
+def test_the_epoch_that_is_kept_and_the_last_phase_are_marked(draw_ranges):
+    (ax,) = draw_ranges([1, 2, 3], {"rotation": [0.0, 1, 1]}, None, best_epoch=3, settled=2)
+    assert [text.get_text().strip() for text in ax.texts] == ["only\nweights", "kept: 3"]
+    assert [3, 3] in [list(line.get_xdata()) for line in ax.get_lines()]
+    (ax,) = draw_ranges([1, 2, 3], {"rotation": [0.0, 1, 1]}, None, settled=3)
+    assert not ax.texts
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -104,8 +141,11 @@ def test_evidence_terms_put_the_evidence_first(ax):
         "log likelihood": [-2.0, -0.5],
         "half scatter": [-1.0, -1.5],
     }
-    assert plots.evidence_terms([0, 5], terms, ax) is ax
-    assert labels(ax) == list(terms)
+    assert plots.evidence_terms([0, 5], terms, ax, best_epoch=6, exact=-1.8765) is ax
+    first, *others = terms
+    assert labels(ax) == [*others, first, "exact evidence: -1.877"]
+    assert lines(ax)["exact evidence: -1.877"].get_xydata().tolist() == [[6, -1.8765]]
+    assert [text.get_text().strip() for text in ax.texts] == ["kept: 6"]
     for name, values in terms.items():
         assert list(lines(ax)[name].get_xdata()) == [0, 5]
         assert list(lines(ax)[name].get_ydata()) == values
@@ -113,24 +153,43 @@ def test_evidence_terms_put_the_evidence_first(ax):
     assert "per datum" in ax.get_ylabel()
 
 
-def test_flow_of_rotations_keeps_radii_and_ends_where_the_transformation_does(ax):
+def arcs(ax):
+    """Return the arcs ``[arc, time, 2]`` of a flow, those of single ranges."""
+    found = [line.get_xydata() for line in ax.get_lines() if len(line.get_xdata()) == 129]
+    return [torch.as_tensor(one) for one in found]
+
+
+def test_flow_of_rotations_has_an_arc_for_each_point_at_its_own_distance(ax):
     augmentation = li.AffineImage(init={"rotation": 1.0})
-    assert plots.flow(augmentation, ax, n_paths=3, n_points=2) is ax
-    paths = [
-        torch.as_tensor(line.get_xydata()) for line in ax.get_lines() if len(line.get_xdata()) > 5
-    ]
-    assert len(paths) == 3 * 2 * 2
-    for path in paths:
-        torch.testing.assert_close(path.norm(dim=-1), path[0].norm().expand(len(path)))
-    matrices = augmentation.matrices(augmentation.fixed(3)[0])[:, :2, :2]
-    for path, matrix in zip(paths, matrices.repeat(4, 1, 1), strict=True):
-        torch.testing.assert_close(path[-1], matrix @ path[0])
+    assert plots.flow(augmentation, ax) is ax
+    found = arcs(ax)
+    radii = [path.norm(dim=-1) for path in found]
+    assert len(found) == 4
+    assert len({round(radius[0].item(), 3) for radius in radii}) == 4
+    for path, radius in zip(found, radii, strict=True):
+        torch.testing.assert_close(radius, radius[0].expand(len(radius)))
+        cosine = (path[0] @ path[-1]) / radius[0] ** 2
+        assert cosine.item() == pytest.approx(math.cos(2.0))  # from -1 to 1 radians
+    assert labels(ax) == ["rotation ±57.3 degrees", "points"]
     assert ax.yaxis_inverted()
     assert ax.get_aspect() == 1
 
 
+def test_flow_has_an_arc_for_every_open_range_and_a_cloud_for_all(ax):
+    plots.flow(li.AffineImage(init={"rotation": 1.0, "shear": 0.2}), ax, n_samples=7)
+    assert len(arcs(ax)) == 2 * 4
+    assert [len(line.get_xdata()) for line in ax.get_lines()].count(7 * 4) == 1
+
+
+def test_flow_shows_an_image_behind_and_nothing_of_the_identity(ax):
+    plots.flow(li.AffineImage(), ax, torch.rand(3, 5, 7))
+    assert ax.get_images()[0].get_array().shape == (5, 7, 3)
+    assert not arcs(ax)
+    assert labels(ax) == ["points"]
+
+
 def test_flow_of_points_has_y_upwards_and_of_others_is_refused(ax):
-    plots.flow(li.AffinePoints(init={"shear": 0.3}), ax, n_paths=2, n_points=2)
+    plots.flow(li.AffinePoints(init={"shear": 0.3}), ax)
     assert not ax.yaxis_inverted()
     with pytest.raises(ValueError, match=r"got matrices \[4, 4\]"):
         plots.flow(li.AffinePoints(3), ax)
@@ -138,24 +197,36 @@ def test_flow_of_points_has_y_upwards_and_of_others_is_refused(ax):
         plots.flow(li.FiniteGroup(), ax)
 
 
-def test_accuracies_are_grouped_by_kind(ax):
-    table = {"fully_rotated": {"plain": 0.686, "evidence": 0.88}, "original": {"evidence": 0.928}}
-    assert plots.accuracies(table, ax) is ax
-    assert labels(ax) == ["plain", "evidence"]
-    assert [text.get_text() for text in ax.texts] == ["68.6", "88.0", "92.8"]
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["fully rotated", "original"]
-    plain, evidence = ax.containers
-    assert plain[0].get_height() == pytest.approx(68.6)
-    assert 0 < evidence[0].get_x() - plain[0].get_x() < 0.5  # side by side
-    assert round(evidence[1].get_x() - evidence[0].get_x(), 6) == 1
-    assert ax.get_ylim()[0] == 60
-    assert ax.get_ylim()[1] > 95
+def test_methods_have_a_dot_per_run_and_an_interval(ax):
+    assert plots.by_method({"plain": [70.0, 74.0, 75.0], "evidence": [88.0]}, "{:.1f}", ax) is ax
+    assert [text.get_text() for text in ax.texts] == ["73.0", "88.0"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["plain", "evidence"]
+    interval, dots, mean, other = [line.get_xydata() for line in ax.get_lines()]
+    assert interval[:, 0] == pytest.approx([73 - 7**0.5, 73 + 7**0.5])
+    assert dots[:, 0].tolist() == [70, 74, 75]
+    assert (mean.tolist(), other.tolist()) == ([[73, 0]], [[88, 1]])
+    low, high = ax.get_ylim()
+    assert low > high  # the first is on top
 
 
-@pytest.mark.parametrize("table", [{}, {"original": {"plain": 92.8}}])
-def test_accuracies_are_fractions(ax, table):
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        plots.accuracies(table, ax)
+@pytest.mark.parametrize("values", [{}, {"plain": []}])
+def test_every_method_needs_a_value(ax, values):
+    with pytest.raises(ValueError, match="every method needs a value"):
+        plots.by_method(values, "{:.1f}", ax)
+
+
+def test_search_trials_are_bars_from_zero_by_length(ax):
+    names, losses, steps = ["a", "b", "c"], [0.5, 0.0, 0.2], [40, 80, 40]
+    assert plots.search_trials(names, losses, steps, ax, best=1) is ax
+    shown = [label.get_text() for label in ax.get_yticklabels()]
+    assert shown == ["after 80 steps", "b", "after 40 steps", "c", "a"]
+    assert [bar.get_width() for bar in ax.patches] == [0.0, 0.2, 0.5]
+    assert all(bar.get_x() == 0 for bar in ax.patches)
+    assert [text.get_text() for text in ax.texts] == [
+        "0.000  training starts here",
+        "0.200",
+        "0.500",
+    ]
 
 
 # Layers.
@@ -285,11 +356,11 @@ def test_evidence_by_range_marks_what_was_learnt_and_what_is_true(ax):
     found = Profile("rotation", (0.0, 1.0, 2.0), repeats, 1.0)
     assert plots.evidence_by_range(found, 1.5, ax) is ax
     assert labels(ax) == ["nearly the best", "learnt: ±1.000", "true: ±1.500"]
-    assert list(lines(ax)["learnt: ±1.000"].get_xdata()) == [1.0, 1.0]
+    assert list(lines(ax)["learnt: ±1.000"].get_xdata()) == pytest.approx([57.29578] * 2)
     curve = next(line for line in ax.get_lines() if len(line.get_xdata()) == 3)
     assert list(curve.get_ydata()) == pytest.approx([-1.1, -0.55, -0.55])
     assert len(ax.collections) == 1  # the band of errors
-    assert ax.get_xlabel() == "rotation, radians"
+    assert ax.get_xlabel() == "rotation, ± degrees"
 
 
 def test_evidence_by_range_needs_neither_errors_nor_a_truth(ax):
@@ -304,6 +375,7 @@ def test_gains_are_sorted_and_grey_where_they_are_not_clear(ax):
     assert plots.gains(names, values, errors, [True, False, True, True], ax) is ax
     shown = [label.get_text() for label in ax.get_yticklabels()]
     assert shown == ["rotation", "x scale", "shear", "hue"]
+    assert [text.get_text() for text in ax.texts] == ["+0.300", "+0.010", "-0.200"]
     bars = [bar for bar in ax.patches if bar.get_width()]
     assert [bar.get_width() for bar in bars] == [0.3, 0.01, -0.2]
     red, green, blue, _ = zip(*(bar.get_facecolor() for bar in bars), strict=True)

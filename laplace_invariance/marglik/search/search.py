@@ -13,6 +13,7 @@ from torch import nn
 
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.search.candidates import MOST_OPENED
 from laplace_invariance.marglik.search.pilots import Pilot, Pilots, n_units
 from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, described
 from laplace_invariance.marglik.settings import Settings, check_numbers
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 CLEARLY = 0.1  # share of the entropy of the classes that the best must have removed
 N_GROWN = 2  # candidates beside which one more unit is opened
 N_FINALISTS = 2
+N_NEAR = 3  # neighbours of a candidate, about, for the time that is left
 
 
 @dataclass(frozen=True)
@@ -179,16 +181,27 @@ class _Searching:
         self._bar = bar
         self._known = {_pilot(trial, self._space): trial["evidence"] for trial in trials}
         self._asked: list[Pilot] = []
+        self._n_later = 0  # pilots that come after this stage, about
 
     def run(self, priors: Priors) -> SearchResult:
+        n_near = N_NEAR * self._options.n_rounds + N_FINALISTS
+        self._stage("search: first", self._options.keep + N_GROWN * MOST_OPENED + n_near)
         pool = self._screen()
         if self._space.continues:
+            self._stage("search: one more open", n_near)
             pool = self._grow(pool)
+        self._stage("search: neighbours", n_near - N_NEAR)
         pool = self._improve(pool)
+        self._stage("search: last two", 0)
         finalists = [_longer(pilot) for pilot in pool[:N_FINALISTS]]
         best, *_ = self._compared(finalists)
         self._space.put(best[-1], priors)
         return self._result(best)
+
+    def _stage(self, words: str, n_later: int) -> None:
+        """Say in the progress bar what is tried, and how many pilots come after that, about."""
+        self._bar.set_description(words)
+        self._n_later = n_later
 
     def _screen(self) -> list[Pilot]:
         """Train all until one is clearly better than guessing; return them, best first."""
@@ -239,6 +252,8 @@ class _Searching:
 
     def _compared(self, pilots: Sequence[Pilot]) -> list[Pilot]:
         """Return pilots of equal length by evidence; within the margin, with fewer open ranges."""
+        n_new = sum(pilot not in self._asked for pilot in pilots)
+        self._bar.total = len(self._asked) + n_new + self._n_later
         evidences = {pilot: self._try(pilot) for pilot in pilots}
 
         def score(pilot: Pilot) -> float:
