@@ -172,7 +172,9 @@ def test_batches_add_up_to_all_data(likelihood):
 @pytest.mark.parametrize("likelihood", ["regression", "classification"])
 @pytest.mark.parametrize("activation", ["cosine", "relu"])
 def test_gradients_equal_central_differences(likelihood, activation):
-    model = disturbed(points_network(likelihood, activation=activation, n_features=4, learn="all"))
+    model = disturbed(
+        points_network(likelihood, activation=activation, n_features=4, draws="sobol", learn="all")
+    )
     x, y = data(model)
 
     def elbo():
@@ -227,7 +229,7 @@ def test_transformed_weights_are_transformed_coordinates(activation, dimensions,
     [{"rotation": 2.0}, {"x_translation": 0.2}, {"x_scale": 0.3}, {"shear": 0.2, "rotation": 0.5}],
 )
 def test_transformed_weights_are_transformed_images_up_to_interpolation(ranges):
-    augmentation = li.AffineImage(init=ranges)
+    augmentation = li.AffineImage(init=ranges, draws="independent")
     model = ShallowNetwork(augmentation, (2, 29, 29), 3, 8, length_scale=2.0, n_samples=1)
     ys, xs = torch.meshgrid(torch.linspace(-1, 1, 29), torch.linspace(-1, 1, 29), indexing="ij")
     centres = 0.6 * torch.rand(5, 2, 2, 1, 1) - 0.3
@@ -337,7 +339,9 @@ def test_frozen_ranges_stay_and_everything_repeats():
     x, y = ring(50)
     found = []
     for _ in range(2):
-        model = points_network(n_outputs=2, generator=torch.Generator().manual_seed(3))
+        model = points_network(
+            n_outputs=2, draws="sobol", generator=torch.Generator().manual_seed(3)
+        )
         model.augmentation = model.augmentation.frozen()
         found.append((fit(model, x, y, n_epochs=3, batch_size=20), model.state_dict()))
     assert found[0][0] == found[1][0]
@@ -348,7 +352,7 @@ def test_frozen_ranges_stay_and_everything_repeats():
 
 
 def test_ranges_stay_in_their_domain():
-    model = points_network(n_outputs=2, init=3.1)
+    model = points_network(n_outputs=2, init=3.1, draws="sobol")
     history = fit(model, *ring(100), n_epochs=5, batch_size=50, lr_hyper=2.0, n_epochs_burnin=0)
     assert max(record["ranges"]["rotation"] for record in history) == pytest.approx(math.pi)
 

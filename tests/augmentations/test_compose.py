@@ -212,7 +212,7 @@ REJECTED = {
     "nothing": (lambda: Compose(), "at least one"),
     "empty list": (lambda: Compose([]), "at least one"),
     "different draws": (
-        lambda: Compose(Colour(), AffineImage()),
+        lambda: Compose(Colour(draws="independent"), AffineImage()),
         r"\['independent', 'sobol'\]",
     ),
     "grid": (lambda: Compose(AffineImage(learn="rotation", draws="grid")), r"\['grid'\]"),

@@ -125,6 +125,6 @@ def test_bad_images_are_named(folder):
         (folder / "dogs" / "large.png").write_bytes(broken)
         with pytest.raises(ValueError, match=r"dogs/large.png is not an image that can be read"):
             load(folder)
-    Image.fromarray(np.zeros((5, 7), np.int32)).save(folder / "dogs" / "large.png")
+    Image.fromarray(np.zeros((5, 7), np.uint16)).save(folder / "dogs" / "large.png")
     with pytest.raises(ValueError, match=r"large.png is of mode I.*, which is neither grey nor"):
         load(folder)

@@ -117,7 +117,7 @@ def test_figure_of_the_evidence_says_what_was_estimated(tmp_path, monkeypatch, e
     history = [{"epoch": 1, "evidence": None}, {"epoch": 2, **terms}]
     seen = {}
 
-    def spy(epochs, values, ax):
+    def spy(epochs, values, ax, **marks):
         seen.update(values, epochs=epochs)
         return ax
 

@@ -15,7 +15,7 @@ from laplace_invariance.experiments.learn import LearnConfig, learn, learnt_mode
 from laplace_invariance.experiments.profile import ProfileConfig, profile
 
 SMALL = {"n_train": 60, "n_test": 20, "n_epochs": 2, "n_samples": 2, "search": "off"}
-WORDS = "--train 60 --test 20 --epochs 2 --samples 2 --steps 1 --repeats 1 --search off"
+WORDS = "--transform fully-rotated --train 60 --test 20 --epochs 2 --samples 2 --steps 1 --repeats 1 --search off"
 
 
 def test_ranges_are_those_of_the_augmentation():
@@ -29,7 +29,7 @@ def test_command_writes_the_curve_and_reads_it_again(tmp_path, capfd, run_cli, m
     out, err = capfd.readouterr()
     assert err == ""
     assert "true is ±180.0 degrees\n\nfiles " in out
-    assert "experiment.json, learn, profile.json, profile.png, summary.json" in out
+    assert "experiment.json, learn, profile.json, profile.png, report.html, summary.json" in out
     assert_drawn(tmp_path / "out" / "profile.png")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["name"], summary["truth"]) == ("rotation", pytest.approx(math.pi))

@@ -30,7 +30,7 @@ from laplace_invariance.experiments.suggest import SuggestResult
 from laplace_invariance.marglik import Profile, Suggestions
 from laplace_invariance.marglik.suggestions import Suggestion
 
-SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 2, "n_samples": 2, "start": "closed"}
+SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 2, "n_samples": 2, "search": "off"}
 VOID = {"meta", "img", "br"}
 
 

@@ -55,16 +55,16 @@ def test_directory_has_everything_and_is_not_overwritten(done):
 
 def test_interrupted_run_resumes(done, tmp_path, monkeypatch):
     config, _, whole = done
-    evidences, seen = Pilots.evidences, []
+    evidence, seen = Pilots.evidence, []
 
-    def interrupted(self, candidate, length):
-        seen.append(candidate)
-        if len(seen) == 3:
+    def interrupted(self, pilot):
+        seen.append(pilot)
+        if len(seen) == 5:  # two evidences each
             raise KeyboardInterrupt
-        return evidences(self, candidate, length)
+        return evidence(self, pilot)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pilots, "evidences", interrupted)
+        patch.setattr(Pilots, "evidence", interrupted)
         with pytest.raises(KeyboardInterrupt):
             suggest(config, tmp_path)
     assert len(json.loads((tmp_path / "trials.json").read_text())["trials"]) == 2
@@ -99,7 +99,7 @@ def test_network_is_trained_without_augmentation_and_by_the_loss(monkeypatch):
 def test_suggest_prints_a_table(tmp_path, capfd, run_cli):
     run_cli(f"suggest {WORDS} --ranges shear=0.1 --out", tmp_path / "run")
     out, err = capfd.readouterr()
-    for word in ("augmentation ", "shear ±0.100", "nats per example", "suggest.png"):
+    for word in ("augmentation ", "shear factor 0.90 to 1.11", "nats per example", "suggest.png"):
         assert word in out
     assert "suggest: 100%" in err
 

@@ -10,7 +10,7 @@ import laplace_invariance as li
 from laplace_invariance.layers import mlp
 from laplace_invariance.marglik import learnt as module
 
-QUICK = {"n_epochs": 2, "n_samples": 2, "search": False, "estimator": "refit"}
+QUICK = {"n_epochs": 3, "n_samples": 2, "search": False, "marglik_frequency": 1}
 
 
 class Images(Dataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -74,7 +75,9 @@ def _tables(markdown: str) -> list[tuple[str, Html]]:
     """Return the tables of a text in Markdown with the lines before them."""
     found = []
     parts = markdown.split("\n\n")
-    for title, text in zip(parts[::2], parts[1::2], strict=True):
+    for title, text in itertools.pairwise(parts):
+        if not text.startswith("|"):
+            continue
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
         head, _, *body = rows
         found.append((title.removesuffix(":"), html.table(head, body)))
