@@ -15,7 +15,10 @@ from laplace_invariance.experiments.learn import LearnConfig, learn, learnt_mode
 from laplace_invariance.experiments.profile import ProfileConfig, profile
 
 SMALL = {"n_train": 60, "n_test": 20, "n_epochs": 2, "n_samples": 2, "search": "off"}
-WORDS = "--transform fully-rotated --train 60 --test 20 --epochs 2 --samples 2 --steps 1 --repeats 1 --search off"
+WORDS = (
+    "--transform fully-rotated --train 60 --test 20 --epochs 2 --samples 2 --steps 1 --repeats 1 "
+    "--search off"
+)
 
 
 def test_ranges_are_those_of_the_augmentation():
