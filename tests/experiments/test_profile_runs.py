@@ -29,7 +29,7 @@ def test_command_writes_the_curve_and_reads_it_again(tmp_path, capfd, run_cli, m
     out, err = capfd.readouterr()
     assert err == ""
     assert "true is ±180.0 degrees\n\nfiles " in out
-    assert "experiment.json, learn, profile.json, profile.png, summary.json" in out
+    assert "experiment.json, learn, profile.json, profile.png, report.html, summary.json" in out
     assert_drawn(tmp_path / "out" / "profile.png")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["name"], summary["truth"]) == ("rotation", pytest.approx(math.pi))
