@@ -190,8 +190,8 @@ def test_without_matplotlib_all_but_figures_is_written(tmp_path):
         return {path.name for path in (tmp_path / name).iterdir() if path.is_file()}
 
     whole = {"experiment.json", "summary.json"}
-    assert files("learn") == whole | {"checkpoint.pt", "history.jsonl", "model.pt"}
-    assert files("compare") == whole | {"comparison.md"}
+    assert files("learn") == whole | {"checkpoint.pt", "history.jsonl", "model.pt", "report.html"}
+    assert files("compare") == whole | {"comparison.md", "report.html"}
     assert files("measure") == whole | {"report.txt"}
     assert not (tmp_path / "demo").exists()  # it has nothing but a figure
     assert "learnt range" in done.stdout

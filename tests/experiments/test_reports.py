@@ -213,7 +213,7 @@ def test_report_of_a_comparison_has_its_tables_and_links(tmp_path):
         assert (tmp_path / "out" / link).exists()
     assert len(shown.links) == 4
     assert len(shown.images) == 1
-    assert "Test accuracy in percent" in shown.words
+    assert "test accuracy" in shown.words
     cells = re.findall(r"\| ([^|]+?) (?=\|)", found.markdown())
     assert all(cell in shown.words for cell in cells if "---" not in cell)
 
@@ -221,7 +221,7 @@ def test_report_of_a_comparison_has_its_tables_and_links(tmp_path):
 def suggested(gain):
     row = Suggestion({"rotation": 1.0}, "rotation ±57.3 degrees", [gain, gain], gain, 0.003)
     suggestions = Suggestions([row], -1.0, -2.3, 8, 10, 2)
-    return SuggestResult(SuggestConfig(), 0.75, suggestions)
+    return SuggestResult(SuggestConfig(), 0.75, "mlp", suggestions)
 
 
 def test_report_of_suggestions_exports_the_best_if_there_is_one(tmp_path):

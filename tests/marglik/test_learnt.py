@@ -10,7 +10,8 @@ import laplace_invariance as li
 from laplace_invariance.layers import mlp
 from laplace_invariance.marglik import learnt as module
 
-QUICK = {"n_epochs": 3, "n_samples": 2, "search": False, "marglik_frequency": 1}
+QUICK = {"n_epochs": 4, "n_samples": 2, "search": False}
+OFTEN = {"n_epochs_burnin": 1, "marglik_frequency": 1}
 
 
 class Images(Dataset):
@@ -40,7 +41,7 @@ def network(outputs=3):
 @pytest.mark.parametrize("kind", ["pil", "tensor"])
 def test_a_data_set_teaches_ranges_that_are_exported(kind):
     augmentation = li.AffineImage(init=0.1, learn="rotation")
-    found = li.learn_augmentation(network(), Images(kind=kind), augmentation, **QUICK)
+    found = li.learn_augmentation(network(), Images(kind=kind), augmentation, **QUICK, **OFTEN)
     assert found.shape == (1, 8, 9)
     assert augmentation.magnitudes()["rotation"] == pytest.approx(0.1)  # it was copied
     assert found.augmentation.magnitudes()["rotation"] != pytest.approx(0.1, abs=1e-6)
