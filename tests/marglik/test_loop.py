@@ -229,11 +229,10 @@ def test_progress_bar_says_what_is_going_on(monkeypatch):
     li.marglik_training(
         invariant_network(), shuffled(labelled_points()), estimator=Running(settle=0.2), **run
     )
-    of_ours = [words for words in said if "Hessian" not in words]  # as laplace says
-    assert of_ours == ["burn-in", "burn-in", "learning", "learning", "only weights"]
+    assert said[:5] == ["burn-in", "burn-in", "learning", "learning", "only weights"]
     said.clear()
     li.marglik_training(plain_network(), shuffled(labelled_points()), objective=MAP(), **run)
-    assert set(said) <= {"training", "[Computing Hessian]"}
+    assert said[:5] == ["training"] * 5  # then laplace has a bar of its own
 
 
 def test_history_can_be_read_while_it_runs(tmp_path):
