@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,6 @@ class Trainer:
         losses: Mean training loss of every epoch, with the prior's term.
         history: One record per epoch.
         search: Estimates of a search so far, and its result; None until it has ended.
-        opening: Called before every epoch with its number, to open ranges step by step; or None.
 
     Raises:
         ValueError: If nothing can be trained, or a hyperparameter is not finite.
@@ -92,7 +91,6 @@ class Trainer:
         self.losses: list[float] = []
         self.history: list[Record] = []
         self.search: Record = {"trials": [], "result": None}
-        self.opening: Callable[[int], None] | None = None
 
     def train(self, journal: Journal) -> None:
         """Train all epochs that are left.
@@ -135,8 +133,6 @@ class Trainer:
         n_learning = self.settings.evidence.estimator.n_epochs_learning(self.n_epochs)
         rate = self.settings.hyperparameters.rate(min(self.epoch, n_learning), n_learning)
         self.hyperparameters.set_rate(rate)
-        if self.opening is not None:
-            self.opening(self.epoch)
         due = self.settings.schedule.due(self.epoch)
         self._seconds = {"train": 0.0, "estimate": 0.0}
         self._follows = due and self._objective.estimates

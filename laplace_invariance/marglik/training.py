@@ -289,11 +289,8 @@ def marglik_training(
     random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
     journal = Journal(trainer, random_states, settings.output)
     journal.open()
-    if chosen_search is not None:
-        if trainer.search["result"] is None:
-            _search(chosen_search, trainer, random_states, journal)
-        found = SearchResult.from_state_dict(trainer.search["result"])
-        trainer.opening = chosen_search.opening(model, settings, found)
+    if chosen_search is not None and trainer.search["result"] is None:
+        _search(chosen_search, trainer, random_states, journal)
     trainer.train(journal)
     return _result(trainer)
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.priors import Priors
-from laplace_invariance.marglik.search.candidates import MOST_OPENED, Space
+from laplace_invariance.marglik.search.candidates import MOST_OPENED
 from laplace_invariance.marglik.search.pilots import Pilot, Pilots, n_units
-from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, described, space_of
+from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, described
 from laplace_invariance.marglik.settings import Settings, check_numbers
 from laplace_invariance.tables import table
 
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 CLEARLY = 0.1  # share of the entropy of the classes that the best must have removed
 N_GROWN = 2  # candidates beside which one more unit is opened
 N_FINALISTS = 2
-OPENING = 0.1  # share of the epochs in which the ranges that were found are opened
 N_NEAR = 3  # neighbours of a candidate, about, for the time that is left
 
 
@@ -161,35 +160,6 @@ class Search:
         )
         with bar:
             return _Searching(self, pilots, trials, save, bar).run(priors)
-
-    def opening(
-        self, model: nn.Module, settings: Settings, found: SearchResult
-    ) -> Callable[[int], None] | None:
-        """Return what opens the ranges that were found, in the first tenth of the epochs.
-
-        Weights that see few transformations at first, and more of them later, fit sooner than
-        weights that see all from the start.
-
-        Args:
-            model: Model that is trained.
-            settings: Settings of the training.
-            found: Result of the search.
-
-        Returns:
-            Function that sets the ranges for an epoch, from 1; None where free paths were searched.
-        """
-        space = space_of(model, settings)
-        n_epochs = int(OPENING * settings.schedule.n_epochs)
-        if not isinstance(space, Space) or not n_epochs:
-            return None
-
-        def open_(epoch: int) -> None:
-            if epoch <= n_epochs + 1:
-                share = (epoch - 1) / n_epochs
-                widths = {name: share * width for name, width in found.best.ranges.items()}
-                space.put(space.candidate(widths))
-
-        return open_
 
 
 class _Searching:
