@@ -232,6 +232,8 @@ def cost() -> str:
             ratio = searched["seconds"] / released["seconds"]
             gain = searched["evidence_32"] - released["evidence_32"]
             rows.append([str(seed), *seconds, f"{ratio:.2f}", f"{gain:+.3f}"])
+    if not rows:
+        return ""
     header = ["seed", "search, CPU s", "first release, CPU s", "ratio", "gain in evidence"]
     return bench.table(header, rows)
 
@@ -259,8 +261,10 @@ def main() -> None:
     if not cells():
         sys.exit(f"there is no cell with all of {', '.join(NEEDED)} yet")
     text = f"{summary()}\n\nMean regret in nats per image / accuracy in %, per cell:\n\n{details()}"
-    data, n_train, net, transform = COST
-    text += f"\n\nThe cost of a run, {data}, {n_train} images, {net}, {transform}:\n\n{cost()}"
+    costs = cost()
+    if costs:
+        data, n_train, net, transform = COST
+        text += f"\n\nThe cost of a run, {data}, {n_train} images, {net}, {transform}:\n\n{costs}"
     print(text)
     if arguments.write:
         bench.write("regret", text)
