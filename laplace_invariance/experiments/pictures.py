@@ -31,7 +31,6 @@ __all__ = [
     "draw_learn",
     "draw_profile",
     "draw_suggest",
-    "net_of",
     "size_of",
 ]
 
@@ -51,11 +50,6 @@ def data_words(config: Any) -> str:
     return f"{name}, {config.transform.replace('_', ' ')}"
 
 
-def net_of(result: Any) -> str:
-    """Return the name of the network of a result."""
-    return getattr(result, "net", None) or result.config.net
-
-
 def size_of(result: Any) -> tuple[int, int] | None:
     """Return height and width of the images of a result, if it knows them."""
     data = getattr(result, "data", None)
@@ -72,7 +66,7 @@ def run_words(result: LearnResult) -> str:
         result: Result of a run of ``learn``.
     """
     config = result.config
-    return f"{net_of(result)} on {data_words(config)}, method {config.method}"
+    return f"{result.net} on {data_words(config)}, method {config.method}"
 
 
 # One run.
@@ -222,7 +216,7 @@ def draw_compare(directory: RunDirectory, comparison: CompareResult) -> None:
             axes[0].set_title(words, loc="left", fontsize="medium", fontweight="bold")
         for ax in rows[:, 1:].flatten():
             ax.set_yticklabels([])
-        about = f"{net_of(first)} on {Path(first.config.data).stem}"
+        about = f"{first.net} on {Path(first.config.data).stem}"
         _head(figure, about, _seeds(comparison))
 
     height = 1.0 + len(transforms) * (0.75 + 0.42 * len(methods))
@@ -270,7 +264,7 @@ def draw_suggest(directory: RunDirectory, result: SuggestResult) -> None:
             [row.verdict != "not clear" for row in found.rows],
             figure.subplots(),
         )
-        words = f"{net_of(result)} on {data_words(config)} (grey: not clear)"
+        words = f"{result.net} on {data_words(config)} (grey: not clear)"
         _head(figure, "what augmentations would do to the evidence", words)
 
     directory.figure("suggest.png", (9, 1.2 + 0.34 * len(found.rows)), draw)

@@ -87,7 +87,6 @@ def test_what_is_not_installed_is_named(monkeypatch, make, module, extra):
 
 
 def test_tensorboard_writes_what_it_reads(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     callback = TensorBoard(tmp_path)

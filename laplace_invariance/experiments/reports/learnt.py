@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from laplace_invariance.experiments.choices import LEARN_METHODS
-from laplace_invariance.experiments.pictures import data_words, net_of, size_of
+from laplace_invariance.experiments.pictures import data_words, size_of
 from laplace_invariance.experiments.reports import page as html
 from laplace_invariance.experiments.reports.facts import (
     duration,
@@ -55,7 +55,7 @@ def learn_report(directory: RunDirectory, result: LearnResult) -> None:
         how_made("learn", config, out, [config.seed]),
     ]
     title = f"What was learnt from {data_words(config)}"
-    kicker = f"laplace-invariance learn, {net_of(result)}, {config.method}"
+    kicker = f"laplace-invariance learn, {result.net}, {config.method}"
     directory.save("report.html", html.page(title, kicker, [_lead(result)], parts, foot(out)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from laplace_invariance.experiments.pictures import data_words, net_of
+from laplace_invariance.experiments.pictures import data_words
 from laplace_invariance.experiments.reports import page as html
 from laplace_invariance.experiments.reports.facts import export_lines, foot, how_made, spaced
 from laplace_invariance.experiments.reports.page import Html
@@ -118,7 +118,7 @@ def suggest_report(directory: RunDirectory, result: SuggestResult) -> None:
         how_made("suggest", config, out, [config.seed]),
     ]
     title = f"Augmentations for a network on {data_words(config)}"
-    kicker = f"laplace-invariance suggest, {net_of(result)}"
+    kicker = f"laplace-invariance suggest, {result.net}"
     lead = [f"{line[:1].upper()}{line[1:]}." for line in found.conclusion().splitlines()]
     directory.save("report.html", html.page(title, kicker, lead, parts, foot(out)))
 
