@@ -10,7 +10,6 @@ differ in where free paths start. The run with a search is built open, as *open*
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench
-from runs import file_name, results, run_missing
+from runs import file_name, options, results, run_missing
 
 RESULTS = bench.ROOT / "benchmarks/results/paths"
 UNFINISHED = bench.ROOT / "benchmarks/results/unfinished"
@@ -175,12 +174,7 @@ def searched() -> str:
 
 def main() -> None:
     """Train what is missing, and print or write the tables."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    options.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    options.add_argument("--table", action="store_true", help="print the tables, train nothing")
-    options.add_argument("--write", action="store_true", help="keep the tables in README.md")
-    arguments = options.parse_args()
+    arguments = options(__doc__, range(3)).parse_args()
     if not arguments.table:
         run_missing("bench_paths", runs(arguments.seeds), arguments.jobs)
     if not cells():

@@ -11,7 +11,6 @@ and priors at their optimum.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench
-from runs import file_name, results, run_missing
+from runs import file_name, options, results, run_missing
 
 RESULTS = bench.ROOT / "benchmarks/results/regret"
 DATA = bench.ROOT.parent / "shared/data"
@@ -250,12 +249,7 @@ def learnt(found: list[dict[str, dict[str, Any]]]) -> str:
 
 def main() -> None:
     """Train what is missing, and print or write the tables."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    options.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    options.add_argument("--table", action="store_true", help="print the tables, train nothing")
-    options.add_argument("--write", action="store_true", help="keep the tables in README.md")
-    arguments = options.parse_args()
+    arguments = options(__doc__, range(3)).parse_args()
     if not arguments.table:
         run_missing("bench_regret", runs(arguments.seeds), arguments.jobs)
     if not cells():

@@ -11,14 +11,13 @@ images.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench
-from runs import file_name, results, run_missing
+from runs import file_name, options, results, run_missing
 
 RESULTS = bench.ROOT / "benchmarks/results/suggest"
 DATA = bench.ROOT.parent / "shared/data"
@@ -205,13 +204,9 @@ def in_order() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run what is missing, and print or write the tables."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
-    options.add_argument("--cnns", type=int, default=N_CNNS, help="seeds of the CNN")
-    options.add_argument("--jobs", type=int, default=1, help="networks at a time")
-    options.add_argument("--table", action="store_true", help="print the tables, run nothing")
-    options.add_argument("--write", action="store_true", help="keep the tables in README.md")
-    arguments = options.parse_args()
+    parser = options(__doc__, range(5))
+    parser.add_argument("--cnns", type=int, default=N_CNNS, help="seeds of the CNN")
+    arguments = parser.parse_args()
     if not arguments.table:
         wanted = runs(arguments.seeds, arguments.cnns)
         run_missing("bench_suggest", wanted, arguments.jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -11,6 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import bench  # noqa: F401 - makes the checkout importable
+
+
+def options(description: str | None, seeds: Sequence[int]) -> argparse.ArgumentParser:
+    """Return the options that benchmarks of whole trainings have in common.
+
+    Args:
+        description: What the benchmark is.
+        seeds: Seeds by default.
+    """
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--seeds", nargs="*", type=int, default=list(seeds))
+    found.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+    found.add_argument("--table", action="store_true", help="print the tables, train nothing")
+    found.add_argument("--write", action="store_true", help="keep the tables in README.md")
+    return found
 
 
 def run_missing(module: str, runs: Sequence[Any], jobs: int) -> None:
