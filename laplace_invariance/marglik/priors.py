@@ -23,6 +23,7 @@ STRUCTURES = ("scalar", "layerwise", "diag", "path")
 # The search for the best priors on one decomposition.
 MOST_ITERATIONS = 100
 SMALL_GAIN = 1e-7  # share of the evidence by which an iteration raises it, after which it ends
+ROUGH_GAIN = 1e-5  # the same, while weights are trained
 LEAST_FREE = 1e-3  # share of targets that weights leave free for the noise
 MOST_CHANGE = 3.0  # of a logarithm in an iteration
 LEAST_DETERMINED = 1e-3  # of the weights that share a precision, for it to change
@@ -303,6 +304,7 @@ class Priors:
         self,
         evidence: Callable[[Tensor, Tensor | None], Tensor],
         n_targets: int,
+        roughly: bool = False,
     ) -> list[float]:
         """Take what is learnt to the maximum of the evidence, the curvature being constant.
 
@@ -313,6 +315,7 @@ class Priors:
         Args:
             evidence: Evidence as a function of precisions and noise, as laplace takes them.
             n_targets: Number of training examples times that of outputs.
+            roughly: Whether to end sooner, as the curvature will change anyway.
 
         Returns:
             The evidence before each iteration. The last one is not finite if it, or its gradient,
@@ -321,6 +324,7 @@ class Priors:
         start = [tensor.detach().clone() for tensor in self.learnt]
         found: list[float] = []
         squares = self._squares()
+        small_gain = ROUGH_GAIN if roughly else SMALL_GAIN
         for _ in range(MOST_ITERATIONS):
             value = evidence(self.precision, self.noise)
             gradients = torch.autograd.grad(value, self.learnt)
@@ -328,7 +332,7 @@ class Priors:
                 self._set_learnt(start)
                 return [*found, math.nan]
             found.append(value.item())
-            if len(found) > 1 and found[-1] - found[-2] < SMALL_GAIN * abs(found[-1]):
+            if len(found) > 1 and found[-1] - found[-2] < small_gain * abs(found[-1]):
                 break
             changes = self._changes(gradients, squares, n_targets)
             for tensor, change in zip(self.learnt, changes, strict=True):

@@ -45,7 +45,7 @@ def cosine_recipe(
         n_batches: Number of batches per epoch.
         lr: Step size of the weights at the start.
         lr_min: Step size of the weights at the end.
-        n_epochs_burnin: Number of epochs before the first estimate of the evidence, at most all.
+        n_epochs_burnin: Number of epochs before the first estimate of the evidence, at most half.
         marglik_frequency: Number of epochs between two estimates, at most all.
         n_hypersteps: Number of steps on prior precisions per estimate.
         backend_kwargs: Further options of the curvature.
@@ -55,7 +55,7 @@ def cosine_recipe(
         optimizer_kwargs={"lr": lr},
         scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
         scheduler_kwargs={"T_max": n_epochs * n_batches, "eta_min": lr_min},
-        n_epochs_burnin=min(n_epochs_burnin, n_epochs),
+        n_epochs_burnin=min(n_epochs_burnin, max(1, n_epochs // 2)),
         marglik_frequency=min(marglik_frequency, n_epochs),
         n_hypersteps=n_hypersteps,
         backend_kwargs=SAMPLED | dict(backend_kwargs or {}),

@@ -329,13 +329,13 @@ class RunningEstimator:
                 found.append(objective.item())
         return found
 
-    def _maximise_priors(self, approximation: Approximation) -> None:
+    def _maximise_priors(self, approximation: Approximation, roughly: bool = False) -> None:
         """Take priors and noise to their optimum on one decomposition."""
         if not self._settings.schedule.prior_steps:
             return
         with constant_curvature(approximation.la):
             evidence = approximation.evidence_of_priors()
-            found = self._priors.maximise(evidence, approximation.n_targets)
+            found = self._priors.maximise(evidence, approximation.n_targets, roughly)
         if not math.isfinite(found[-1]):
             self._guard.skip("priors", "the evidence is not finite")
 

@@ -59,7 +59,7 @@ class Running(Estimator):
     decay: float = 0.0
     tolerance: float = 0.0
     oversampling: int = 2
-    settle: float = 0.2
+    settle: float = 0.25
 
     def __post_init__(self) -> None:
         check_numbers(self, "every", "oversampling", whole=True)
@@ -127,7 +127,7 @@ class _Averaging(RunningEstimator):
             self._average, self._cotangents = [], []
             self._guard.skip("priors", str(error))
             return {}
-        self._maximise_priors(self.approximation)
+        self._maximise_priors(self.approximation, roughly=True)
         evidence = self._evidence(self.approximation)
         if torch.isfinite(evidence):
             self.margliks.append(-evidence.item())
