@@ -200,7 +200,7 @@ def test_without_matplotlib_all_but_figures_is_written(tmp_path):
 def test_recipe_never_waits_longer_than_training():
     recipe = cosine_recipe(3, 5)
     assert recipe["scheduler_kwargs"] == {"T_max": 15, "eta_min": 5e-5}
-    assert (recipe["n_epochs_burnin"], recipe["marglik_frequency"]) == (3, 2)
+    assert (recipe["n_epochs_burnin"], recipe["marglik_frequency"]) == (1, 2)
     assert cosine_recipe(1, 5)["marglik_frequency"] == 1
     assert cosine_recipe(9, 5)["n_epochs_burnin"] == 4
     assert cosine_recipe(9, 5)["backend_kwargs"] == {"stochastic": True}

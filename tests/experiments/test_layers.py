@@ -160,7 +160,7 @@ def test_priors_may_be_shared_and_slots_told_apart(asked):
         prior_structure=[".*bias"], per_slot=True, n_epochs_burnin=9, lr=0.02
     )
     assert (second["prior_structure"], second["backend_kwargs"]["per_slot"]) == ((".*bias",), True)
-    assert second["n_epochs_burnin"] == 2  # no later than the last epoch
+    assert second["n_epochs_burnin"] == 1  # at most half of the epochs
     assert second["scheduler_kwargs"]["T_max"] == 2 * 2
     assert second["optimizer_kwargs"] == {"lr": 0.02}
     assert torch.equal(plain.dataset.tensors[0], loader.dataset.tensors[0])
