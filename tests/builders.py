@@ -26,6 +26,26 @@ class Gain(nn.Module):
         return self.gain * x
 
 
+class Stretch(li.Augmentation):
+    """Inputs times ``1 + e * eta``; tokens, which cannot be stretched, are counted on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_hyperparameter("eta", torch.tensor(0.4))
+
+    def sample(self, n, n_samples, generator=None):
+        return torch.rand(n, n_samples, generator=generator, dtype=torch.float64) * 2 - 1
+
+    def fixed(self, n_samples):
+        return torch.linspace(-1, 1, n_samples + 2)[1:-1].unsqueeze(0)
+
+    def transform(self, x, draws):
+        if not x.is_floating_point():
+            return torch.stack([(x + s) % 11 for s in range(draws.shape[1])], dim=1)
+        factors = 1 + draws * self.hyperparameter("eta")
+        return x.unsqueeze(1) * factors.view(*factors.shape, *[1] * (x.ndim - 1))
+
+
 # Training of small networks on points in the plane.
 
 

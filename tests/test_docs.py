@@ -88,9 +88,19 @@ def test_the_page_on_stock_laplace_learns_the_range():
     assert not torch.equal(history[0], history[-1])
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner, self.head = nn.LSTM(4, 2, batch_first=True), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(self.scale * x)[0].mean(1))
+
+
 def test_the_table_of_check_model_is_what_it_prints():
     torch.set_default_dtype(torch.float32)
-    table = str(check_model(nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))))
+    table = str(check_model(Recurrent(), torch.randn(2, 5, 4)))
     assert table in (DOCS / "curvature.md").read_text()
 
 

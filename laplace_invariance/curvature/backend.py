@@ -269,7 +269,9 @@ class AugmentedCurvature(CurvatureInterface):
         self, x: Any, matched: Match, differentiate: bool = False
     ) -> AbstractContextManager[AnyTrace]:
         """Run the model; in parts, if one input has more samples than a chunk has rows."""
-        engine = AutogradEngine() if differentiate else self.engine
+        # hooks of other packages are on modules, and do not see what is used outside of these
+        by_autograd = differentiate or bool(matched.layers.used)
+        engine = AutogradEngine() if by_autograd else self.engine
         size = self.chunk_size
         if size is not None and matched.is_average() and matched.n_samples() > size:
             return nullcontext(ChunkedTrace(x, matched, size, engine, differentiate))

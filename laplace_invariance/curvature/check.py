@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from laplace.curvature import (
     AsdlHessian,
@@ -17,7 +18,8 @@ from laplace.curvature import (
 from torch import nn
 
 from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
-from laplace_invariance.curvature.trace.matching import Coverage, coverage
+from laplace_invariance.curvature.trace.chunks import part_of
+from laplace_invariance.curvature.trace.matching import Coverage, coverage, match
 from laplace_invariance.hyper import named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.modes import evaluation
@@ -79,26 +81,36 @@ def _verdict(row: Coverage) -> str:
     return f"in the backend, but KronLaplace refuses {n_axes} axes: use 'diag' or 'full'"
 
 
-def check_model(model: nn.Module, backend: Backend = AugmentedGGN) -> ModelReport:
+def check_model(
+    model: nn.Module, example: Any = None, backend: Backend = AugmentedGGN
+) -> ModelReport:
     """Report which parameters Kronecker curvature covers, and why not the others.
 
     Modules are judged as ``laplace`` will see them, in evaluation mode.
 
     Args:
         model: Any module.
+        example: Inputs ``[batch, ...]`` of the model, two at least. With them the report is that of
+            ``fit``: rules are verified, and parameters that are used outside of layers found.
+            Without them it is by the classes of modules alone.
         backend: The class that will be handed to ``laplace``. For one that is not ours, the report
             says what it cannot do with samples and with layers that it does not know, which it may
             compute wrongly without saying so.
 
     Raises:
-        TypeError: ``backend`` is not a class of curvature backends.
+        TypeError: ``backend`` is not a class of curvature backends, or ``example`` is one.
     """
+    if isinstance(example, type):
+        raise TypeError(f"example must be inputs of the model; pass backend={example.__name__}")
     if not (isinstance(backend, type) and issubclass(backend, CurvatureInterface)):
         raise TypeError(
             f"backend must be a class of curvature backends, such as AugmentedGGN; got {backend!r}"
         )
     with evaluation(model):
         rows = coverage(model)
+        if example is not None:
+            parameters = [row.parameter for row in rows]
+            rows = list(match(model, parameters, model, part_of(example, slice(2))).coverage)
     if issubclass(backend, AugmentedGGN | AugmentedEF):
         return ModelReport(rows, [])
     return ModelReport([_as_seen_by(backend, row) for row in rows], _objections(backend, model))

@@ -9,8 +9,9 @@ parameter is, for each row (one input, one sample),
     ElementwiseBlock:  sum_r g_r * a_r,     both            [rows, shared, d]
 
 where ``r`` runs over the positions that share the parameter. Kronecker factors, diagonal,
-Jacobian and Gram matrices are then computed once for all layers. Rules are looked up by the
-exact type of a module, since a subclass may compute anything.
+Jacobian and Gram matrices are then computed once for all layers. A subclass may compute anything,
+but inherits the rule of its class: whether a rule explains the gradients of a module is verified
+on the first inputs (``trace.matching``).
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ __all__ = [
     "Map",
     "MatrixBlock",
     "blocks_of",
+    "channels_second",
     "convolution",
     "extract_patches",
+    "last_axes",
     "no_factors",
     "pad",
     "padding_sides",
+    "positions_last",
     "register_rule",
     "rules",
 ]
@@ -65,6 +69,7 @@ class MatrixBlock:
         transposed: Whether the parameter is stored as ``[d_in, d_out]``.
         counts: For an ``a`` that is one-hot, or zero, maps the input to how often each of its
             entries is one, ``[d_in]``: the diagonal of ``A`` if there is one sample.
+        rows: Number of rows of the matrix, if not the length of the parameter's first axis.
     """
 
     parameter: str
@@ -75,6 +80,7 @@ class MatrixBlock:
     slotted_columns: bool = False
     transposed: bool = False
     counts: Map | None = None
+    rows: int | None = None
 
     def gradient_map(self, x: Tensor, batch: int) -> Map:
         """Return the map from gradients of the module's output to those of the parameter.
@@ -140,7 +146,8 @@ def no_factors(
         return [parameter.new_zeros(parameter.numel())]
     if isinstance(block, ElementwiseBlock):
         return [parameter.new_zeros(parameter.numel(), parameter.numel())]
-    rows, columns = len(parameter), parameter[0].numel()
+    rows = block.rows or len(parameter)
+    columns = parameter.numel() // rows
     if counts and block.counts is not None:
         if block.transposed:
             return [parameter.new_zeros(rows), parameter.new_zeros(columns, columns)]
@@ -197,7 +204,7 @@ def register_rule(
             return [ElementwiseBlock("s", lambda x: x.unsqueeze(1), lambda g: g.unsqueeze(1))]
 
     Args:
-        *types: Module classes; instances of their subclasses are not covered.
+        *types: Module classes; subclasses without a rule of their own inherit it.
         overwrite: Replace a rule that is there already instead of raising.
 
     Returns:
@@ -227,7 +234,7 @@ def rules() -> dict[type[nn.Module], Rule[Any]]:
 def blocks_of(module: nn.Module) -> tuple[list[AnyBlock], str]:
     """Return the blocks of a module, and why parameters of it without a block have none."""
     kind = type(module).__name__
-    rule = _rules.get(type(module))
+    rule = next((_rules[cls] for cls in type(module).__mro__ if cls in _rules), None)
     if rule is None:
         return [], f"{kind} has no rule"
     try:
@@ -236,12 +243,12 @@ def blocks_of(module: nn.Module) -> tuple[list[AnyBlock], str]:
         return [], f"{kind}: {error}"
 
 
-def _positions_last(x: Tensor) -> Tensor:
+def positions_last(x: Tensor) -> Tensor:
     """Bring ``[rows, ..., d]`` to ``[rows, shared, d]``."""
     return x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
 
 
-def _channels_second(x: Tensor) -> Tensor:
+def channels_second(x: Tensor) -> Tensor:
     """Bring ``[rows, d, ...]`` to ``[rows, shared, d]``."""
     return x.flatten(2).mT if x.ndim > 2 else x.unsqueeze(1)
 
@@ -249,9 +256,9 @@ def _channels_second(x: Tensor) -> Tensor:
 @register_rule(nn.Linear)
 def linear(module: nn.Linear) -> Iterator[AnyBlock]:
     """Shared over all axes between the first and the last."""
-    yield MatrixBlock("weight", _positions_last, _positions_last)
+    yield MatrixBlock("weight", positions_last, positions_last)
     if module.bias is not None:
-        yield ElementwiseBlock("bias", None, _positions_last)
+        yield ElementwiseBlock("bias", None, positions_last)
 
 
 def convolution(module: Any) -> Iterator[AnyBlock]:
@@ -270,12 +277,12 @@ def convolution(module: Any) -> Iterator[AnyBlock]:
 
     def gradients(g: Tensor) -> Tensor:
         if groups == 1:
-            return _channels_second(g)
+            return channels_second(g)
         return g.flatten(2).mT.unflatten(-1, (groups, -1))
 
     yield MatrixBlock("weight", inputs, gradients, slots=groups)
     if module.bias is not None:
-        yield ElementwiseBlock("bias", None, _channels_second)
+        yield ElementwiseBlock("bias", None, channels_second)
 
 
 register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)(convolution)
@@ -339,7 +346,7 @@ def batch_norm(module: nn.modules.batchnorm._BatchNorm) -> Iterator[AnyBlock]:
         module.weight,
         module.bias,
         lambda x: F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps),
-        _channels_second,
+        channels_second,
     )
 
 
@@ -350,13 +357,13 @@ def group_norm(module: nn.GroupNorm) -> Iterator[AnyBlock]:
         module.weight,
         module.bias,
         lambda x: F.group_norm(x, module.num_groups, eps=module.eps),
-        _channels_second,
+        channels_second,
     )
 
 
-def _last_axes(n: int) -> Map:
+def last_axes(n: int) -> Map:
     """Return the map that flattens the last ``n`` axes, and brings the rest to ``shared``."""
-    return lambda x: _positions_last(x.flatten(-n))
+    return lambda x: positions_last(x.flatten(-n))
 
 
 @register_rule(nn.LayerNorm)
@@ -367,7 +374,7 @@ def layer_norm(module: nn.LayerNorm) -> Iterator[AnyBlock]:
         module.weight,
         module.bias,
         lambda x: F.layer_norm(x, shape, eps=module.eps),
-        _last_axes(len(shape)),
+        last_axes(len(shape)),
     )
 
 
@@ -379,5 +386,5 @@ def rms_norm(module: nn.RMSNorm) -> Iterator[AnyBlock]:
         module.weight,
         None,
         lambda x: F.rms_norm(x, shape, eps=module.eps),
-        _last_axes(len(shape)),
+        last_axes(len(shape)),
     )

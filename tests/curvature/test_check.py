@@ -58,7 +58,7 @@ def twin_of(backend):
 
 @pytest.mark.parametrize("backend", STOCK)
 def test_stock_backends_without_kron_have_none(backend):
-    report = check_model(plain(), backend)
+    report = check_model(plain(), backend=backend)
     if backend in (AsdlHessian, BackPackEF, CurvlinopsHessian):
         assert not report
         assert f"no: {backend.__name__} has no Kronecker curvature" in str(report)
@@ -72,7 +72,7 @@ def test_stock_backends_without_kron_have_none(backend):
 @pytest.mark.parametrize("backend", STOCK)
 def test_of_samples_it_says_what_happens(backend):
     model = invariant()
-    report = check_model(model, backend)
+    report = check_model(model, backend=backend)
     assert not report
     text = str(report)
     assert f"the model is an InvariantModel, which {backend.__name__} does not know" in text
@@ -121,7 +121,7 @@ def test_of_layers_it_says_which_are_known(name, backend):
         known = run(backend, model, "kron", x).shape == (size, size)
     except NotImplementedError:  # "un-supported layers", "does not have an extension", "groups"
         known = False
-    report = check_model(model, backend)
+    report = check_model(model, backend=backend)
     assert bool(report) == known
     if not known:
         assert f"no: {backend.__name__} does not know" in str(report)
@@ -130,25 +130,25 @@ def test_of_layers_it_says_which_are_known(name, backend):
 def test_an_invariant_model_inside_is_named():
     model = nn.Sequential(nn.Identity(), invariant())
     assert "1 is an InvariantModel, which CurvlinopsGGN does not know" in str(
-        check_model(model, CurvlinopsGGN)
+        check_model(model, backend=CurvlinopsGGN)
     )
 
 
 def test_ours_have_nothing_against_it(backend):
     model = invariant()
     training = model.training
-    assert check_model(model, backend)
+    assert check_model(model, backend=backend)
     assert model.training == training
 
 
 @pytest.mark.parametrize("backend", ["AugmentedGGN", int, nn.Linear(2, 2)])
 def test_backend_must_be_one(backend):
     with pytest.raises(TypeError, match="backend must be a class of curvature backends"):
-        check_model(plain(), backend)
+        check_model(plain(), backend=backend)
 
 
 def test_a_backend_of_ones_own_is_taken_for_one_of_laplace():
     class Own(CurvatureInterface):
         pass
 
-    assert "Own does not know" in str(check_model(invariant(), Own))
+    assert "Own does not know" in str(check_model(invariant(), backend=Own))

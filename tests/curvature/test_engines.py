@@ -11,7 +11,7 @@ import asdl.operations
 import backpack
 import pytest
 import torch
-from builders import Gain
+from builders import Gain, Stretch
 from cases import COMPOSED, WITH_RULES, name_of
 from torch import nn
 
@@ -29,26 +29,6 @@ STRUCTURES = ("kron", "diag", "full")
 
 def backend(engine, kind):
     return getattr(curvature, f"{engine}Augmented{kind}")
-
-
-class Stretch(li.Augmentation):
-    """Inputs times ``1 + e * eta``; tokens, which cannot be stretched, are counted on."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_hyperparameter("eta", torch.tensor(0.4))
-
-    def sample(self, n, n_samples, generator=None):
-        return torch.rand(n, n_samples, generator=generator, dtype=torch.float64) * 2 - 1
-
-    def fixed(self, n_samples):
-        return torch.linspace(-1, 1, n_samples + 2)[1:-1].unsqueeze(0)
-
-    def transform(self, x, draws):
-        if not x.is_floating_point():
-            return torch.stack([(x + s) % 11 for s in range(draws.shape[1])], dim=1)
-        factors = 1 + draws * self.hyperparameter("eta")
-        return x.unsqueeze(1) * factors.view(*factors.shape, *[1] * (x.ndim - 1))
 
 
 def averaged(net, n_samples):
@@ -138,7 +118,7 @@ class Free(nn.Module):
         self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.rand(3))
 
     def forward(self, x):
-        return self.linear(x) * self.scale
+        return self.linear(x) * self.scale.exp()
 
 
 def repeated():

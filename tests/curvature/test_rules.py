@@ -45,23 +45,33 @@ def test_every_registered_type_is_tested():
     assert {type(build()) for build, _ in WITH_RULES} == set(rules())
 
 
-def test_rules_are_looked_up_by_exact_type():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
-    report = check_model(nn.Sequential(nn.Linear(2, 3), Doubled(3, 2)))
-    assert not report
-    assert [row.supported for row in report.rows] == [True, True, False, False]
-    assert "Doubled has no rule" in str(report)
+
+class Squared(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.square(), self.bias)
+
+
+def test_subclasses_inherit_rules_which_an_example_verifies():
+    x = torch.randn(4, 2)
+    for cls in (Doubled, Squared):
+        model = nn.Sequential(nn.Linear(2, 3), cls(3, 2))
+        assert check_model(model)
+        report = check_model(model, x)
+        assert [row.supported for row in report.rows] == [True, True, cls is Doubled, True]
     assert "1.weight" in str(report)
+    assert "calls of 1 do not explain its gradient" in str(report)
+    with pytest.raises(TypeError, match="pass backend=AugmentedGGN"):
+        check_model(model, AugmentedGGN)
 
 
 def test_a_custom_rule_takes_a_few_lines(monkeypatch):
     monkeypatch.setattr(rules_module, "_rules", rules())
     model, x, y = nn.Sequential(nn.Linear(2, 3), Gain(3)), torch.randn(4, 2), torch.randint(3, (4,))
-    with pytest.raises(NotImplementedError, match=r"1\.gain \[3\]: Gain has no rule"):
-        AugmentedGGN(model, "classification").kron(x, y, N=4)
+    assert "Gain has no rule" in str(check_model(model))
 
     @register_rule(Gain)
     def gain(module):

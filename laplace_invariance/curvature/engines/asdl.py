@@ -166,7 +166,7 @@ class AsdlEngine:
             )
 
         def keep(module: nn.Module, x: Tensor, output: Tensor) -> Call:
-            calls.append(layers.call(module, x, output))
+            calls.append(layers.call(layers.blocks[module], x, output))
             return calls[-1]
 
         with _operations(match.model, layers) as operations:

@@ -8,8 +8,8 @@ arithmetic. Other engines than autograd keep calls in their own way and have a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.rules import AnyBlock, ElementwiseBlock, Map, MatrixBlock
+from laplace_invariance.curvature.trace.uses import Uses
 from laplace_invariance.invariant import LEVELS, Levels
 
 __all__ = ["Call", "Gradients", "Layers", "PerParameter", "Trace", "backpropagate"]
@@ -56,7 +57,6 @@ class Call:
     """One call of a layer: what went in and out, and which samples its rows are.
 
     Attributes:
-        module: The layer.
         blocks: Index of each of its parameters, and the parameter's block.
         x: Input ``[rows, ...]``.
         output: Output ``[rows, ...]``.
@@ -64,7 +64,6 @@ class Call:
         versions: How often input and output had been modified in place by then.
     """
 
-    module: nn.Module
     blocks: list[tuple[int, AnyBlock]]
     x: Tensor
     output: Tensor
@@ -82,20 +81,23 @@ class Layers:
 
     Attributes:
         blocks: Indices and blocks of each layer's parameters.
+        used: Parameters that the model uses outside of layers, by index.
+        constants: Buffers of the model.
         copies: Whether to keep copies of inputs and outputs, for models that overwrite them.
         keywords: Type of a layer that was called with its input as a keyword argument, if any.
     """
 
     blocks: dict[nn.Module, list[tuple[int, AnyBlock]]]
+    used: dict[int, nn.Parameter] = field(default_factory=dict)
+    constants: list[Tensor] = field(default_factory=list)
     copies: bool = False
     keywords: str | None = None
 
-    def call(self, module: nn.Module, x: Tensor, output: Tensor) -> Call:
+    def call(self, blocks: list[tuple[int, AnyBlock]], x: Tensor, output: Tensor) -> Call:
         """Return the record of a call that is being made."""
         if self.copies:
             x = x.clone()
-        versions = (x._version, output._version)
-        return Call(module, self.blocks[module], x, output, LEVELS.get(), versions)
+        return Call(blocks, x, output, LEVELS.get(), (x._version, output._version))
 
     @contextmanager
     def capture(self) -> Iterator[list[Call]]:
@@ -110,13 +112,20 @@ class Layers:
             else:
                 x = next(iter(kwargs.values()))
                 self.keywords = type(module).__name__
-            calls.append(self.call(module, x, output))
+            calls.append(self.call(self.blocks[module], x, output))
             # the record keeps the output itself; what overwrites it must get a copy
             return output.clone() if self.copies else None
 
+        def record(x: Tensor, output: Tensor, blocks: list[tuple[int, AnyBlock]]) -> Tensor:
+            if not blocks:
+                return output
+            calls.append(self.call(blocks, x, output))
+            return output.clone() if self.copies else output
+
         handles = [module.register_forward_hook(hook, with_kwargs=True) for module in self.blocks]
         try:
-            yield calls
+            with Uses(self.used, self.constants, record) if self.used else nullcontext():
+                yield calls
         finally:
             for handle in handles:
                 handle.remove()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from laplace_invariance.curvature.rules import (
     Map,
     MatrixBlock,
     blocks_of,
+    rules,
 )
 from laplace_invariance.curvature.trace.calls import Call, Layers, backpropagate
 from laplace_invariance.curvature.trace.guards import Guards
@@ -25,11 +27,13 @@ from laplace_invariance.invariant import InvariantModel
 __all__ = ["Coverage", "Match", "Owner", "coverage", "match"]
 
 
+PERTURBATION = 0.05  # of parameters, relative to their size, while rules are verified
+
 WAYS_OUT = (
     "Ways out: backend_kwargs={'on_unsupported': 'diag'} uses their exact diagonal instead (one "
     "input at a time, hence slow); register_rule teaches the backend a layer in a few lines; "
     "requires_grad_(False) leaves a parameter out of the posterior; hessian_structure='diag' or "
-    "'full' needs no rule. laplace_invariance.curvature.check_model(model) shows the whole table."
+    "'full' needs no rule. laplace_invariance.curvature.check_model(model, x) shows all."
 )
 
 
@@ -76,6 +80,15 @@ class Coverage:
         """Whether rules cover the parameter."""
         return self.reason is None
 
+    @property
+    def is_promised(self) -> bool:
+        """Whether a rule was registered for the very class of an owner, other than those of torch.
+
+        Such a rule is wrong if it does not explain a gradient.
+        """
+        kinds = [type(owner.module) for owner in self.owners if owner.blocks]
+        return any(kind in rules() and not kind.__module__.startswith("torch.") for kind in kinds)
+
 
 def coverage(model: nn.Module) -> list[Coverage]:
     """Match every parameter that requires grad with the modules that own it, and their rules.
@@ -120,6 +133,7 @@ class Match:
     Attributes:
         model: The model that is run.
         parameters: Parameters in the order of ``model.parameters()``.
+        coverage: What is known of each of them.
         layers: Layers to capture.
         blocks: Block of each parameter, None for one without a rule.
         others: Indices of parameters without a rule, which autograd differentiates.
@@ -134,6 +148,7 @@ class Match:
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]
+    coverage: Sequence[Coverage]
     layers: Layers
     blocks: Sequence[AnyBlock | None]
     others: Sequence[int]
@@ -176,23 +191,21 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
     """
     entries = {entry.parameter: entry for entry in coverage(root)}
     covered = [entries[parameter] for parameter in parameters]
-    layers = _assign(covered)
     with torch.enable_grad(), fixed_draws():
-        outputs, calls = _rehearse(model, layers, x)
-        unexplained = _verify(covered, outputs, calls)
-    for index in unexplained:
-        where = " and ".join(owner.path or "the model" for owner in covered[index].owners)
-        reason = (
-            f"calls of {where} do not explain its gradient: it is used outside of them as well, "
-            "or the first axis of what they see is not the batch"
-        )
-        covered[index] = replace(covered[index], reason=reason)
+        seen = _look(covered, model, x)
+        if seen.has_silent:
+            with perturbed(model, x):
+                seen = _look(covered, model, x)
+    layers, outputs, calls, explained = seen.layers, seen.outputs, seen.calls, seen.explained
+    blocks = [explained.get(index) for index in range(len(parameters))]
+    covered = [_judged(entry, i in explained) for i, entry in enumerate(covered)]
     others = [index for index, entry in enumerate(covered) if entry.reason is not None]
     return Match(
         model,
         parameters,
+        covered,
         layers,
-        blocks=_prune(layers, covered),
+        blocks=blocks,
         others=others,
         objection=_advice(covered) if others else None,
         twins=_find_twins(layers, covered),
@@ -213,16 +226,56 @@ def _advice(covered: Sequence[Coverage]) -> str:
     return "\n".join(["no Kronecker curvature for:", *lines, WAYS_OUT])
 
 
-def _assign(covered: Sequence[Coverage]) -> Layers:
-    """Return the layers whose calls explain parameters, with the indices of these."""
+def _assign(covered: Sequence[Coverage], wanted: Collection[int] | None = None) -> Layers:
+    """Return the layers whose calls explain (some) parameters, with the indices of these."""
     layers = Layers({})
     for index, entry in enumerate(covered):
-        if entry.reason is not None:
+        if entry.reason is not None or (wanted is not None and index not in wanted):
             continue
         for owner in entry.owners:
             own = layers.blocks.setdefault(owner.module, [])
             own.extend((index, block) for block in owner.blocks)
     return layers
+
+
+@contextmanager
+def perturbed(model: nn.Module, x: Any) -> Iterator[None]:
+    """Change all parameters a little inside the context, so that no gradient is zero by chance.
+
+    Behind weights that start at zero, wrong rules explain gradients as well as right ones. Weights
+    stay as they are if the model has no finite outputs otherwise.
+
+    Raises:
+        RuntimeError: If the outputs are not the same afterwards.
+    """
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        outputs = model(x)
+    try:
+        for parameter, before in kept:
+            if parameter.is_floating_point():
+                size = before.square().mean().sqrt().item() or 1.0
+                noise = torch.randn(before.shape, generator=generator).to(before)
+                parameter.data.add_(noise, alpha=PERTURBATION * size)
+        with torch.no_grad():
+            if not torch.isfinite(model(x)).all():
+                _put_back(kept)
+        yield
+    finally:
+        _put_back(kept)
+    with torch.no_grad():
+        same = torch.allclose(model(x), outputs, rtol=1e-4, atol=1e-4, equal_nan=True)
+    if not same:
+        raise RuntimeError(
+            "the model keeps something that it computed from earlier weights, so that its outputs "
+            "are not those of its weights; clear what it caches, or do not let it cache"
+        )
+
+
+def _put_back(kept: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, before in kept:
+        parameter.data.copy_(before)
 
 
 def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Call]]:
@@ -238,69 +291,157 @@ def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Ca
     return outputs, calls
 
 
-def _verify(covered: Sequence[Coverage], outputs: Tensor, calls: Sequence[Call]) -> list[int]:
-    """Return the covered parameters whose gradient, input by input, is not what blocks say."""
-    supported = {i: entry.parameter for i, entry in enumerate(covered) if entry.reason is None}
-    if not supported:
-        return []
-    direction = torch.sin(torch.arange(1, outputs.shape[-1] + 1).to(outputs))
-    truth = [backpropagate(row, list(supported.values()), direction) for row in outputs]
-    explained = _explain(supported, outputs, calls, direction)
-    largest = max(gradient.abs().max() for row in truth for gradient in row)
-    tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
-    wrong = []
-    for position, index in enumerate(supported):
-        expected = torch.stack([row[position].flatten() for row in truth])
+@dataclass(frozen=True)
+class _Seen:
+    """What running a model showed.
+
+    Attributes:
+        layers: Layers and further parameters whose uses are captured.
+        outputs: Outputs of the model.
+        calls: What was captured.
+        explained: A block of each parameter whose gradient blocks explain, by index.
+        has_silent: Whether the gradient of some parameter is zero, which anything explains.
+    """
+
+    layers: Layers
+    outputs: Tensor
+    calls: list[Call]
+    explained: dict[int, AnyBlock]
+    has_silent: bool
+
+
+def _look(covered: Sequence[Coverage], model: nn.Module, x: Any) -> _Seen:
+    """Run a model, and look for what rules do not explain outside of layers."""
+    layers = _assign(covered)
+    outputs, calls = _rehearse(model, layers, x)
+    truth = _Truth(outputs, [entry.parameter for entry in covered])
+    explained = _verified(covered, truth, calls)
+    layers.blocks = _assign(covered, explained).blocks
+    missing = {i: entry for i, entry in enumerate(covered) if i not in explained}
+    layers.used = {i: e.parameter for i, e in missing.items() if not e.is_promised}
+    if layers.used:
+        layers.constants = list(model.buffers())
+        outputs, calls = _rehearse(model, layers, x)
+        truth = _Truth(outputs, truth.parameters)
+        explained = _verified(covered, truth, calls)
+        layers.used = {i: p for i, p in layers.used.items() if i in explained}
+    return _Seen(layers, outputs, calls, explained, truth.has_silent)
+
+
+class _Truth:
+    """The gradients of a model, input by input, along one direction of its outputs.
+
+    Args:
+        outputs: Outputs ``[batch, C]`` of the model.
+        parameters: Its parameters.
+
+    Attributes:
+        outputs: The same.
+        parameters: The same.
+        direction: Direction ``[C]``.
+        gradients: Gradient ``[batch, numel]`` of each parameter.
+        has_silent: Whether one of them is zero.
+    """
+
+    def __init__(self, outputs: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        self.outputs = outputs
+        self.parameters = parameters
+        self.direction = torch.sin(torch.arange(1, outputs.shape[-1] + 1).to(outputs))
+        self.gradients = [outputs.new_empty(len(outputs), p.numel()) for p in parameters]
+        for i, row in enumerate(outputs):
+            for found, gradient in zip(
+                self.gradients, backpropagate(row, parameters, self.direction), strict=True
+            ):
+                found[i] = gradient.flatten()
+        self.has_silent = not torch.stack(list(map(torch.any, self.gradients))).all()
+
+
+def _judged(entry: Coverage, is_explained: bool) -> Coverage:
+    """Return what is known of a parameter now that its gradient was looked at."""
+    if is_explained:
+        return replace(entry, reason=None)
+    where = " and ".join(owner.path or "the model" for owner in entry.owners)
+    unexplained = (
+        f"calls of {where} do not explain its gradient: it is used outside of them as well, "
+        "or the first axis of what they see is not the batch"
+    )
+    return replace(entry, reason=entry.reason or unexplained)
+
+
+def _verified(
+    covered: Sequence[Coverage], truth: _Truth, calls: Sequence[Call]
+) -> dict[int, AnyBlock]:
+    """Return a block of each parameter whose gradient, input by input, is what blocks say."""
+    blocks: dict[int, AnyBlock] = {}
+    for index, entry in enumerate(covered):
+        if entry.reason is None:  # a layer that is not called has no curvature
+            blocks[index] = entry.owners[0].blocks[0]
+    layouts: dict[int, set[tuple[Any, ...]]] = {}
+    for call in calls:
+        for index, block in call.blocks:
+            blocks[index] = block
+            layouts.setdefault(index, set()).add(_layout(block))
+    different = [index for index, found in layouts.items() if len(found) > 1]
+    explained = _explain(truth, calls)
+    largest = max(gradient.abs().max() for gradient in truth.gradients)
+    tolerance = 10 * torch.finfo(truth.outputs.dtype).eps ** 0.5
+    found = {}
+    for index in sorted(blocks):
+        expected = truth.gradients[index]
         actual = explained.get(index, torch.zeros_like(expected))
+        if actual is None or index in different:
+            continue
         allowed = tolerance * (expected.abs().max() + 1e-3 * largest)
-        if actual is None or (actual - expected).abs().max() > allowed:
-            wrong.append(index)
-    return wrong
+        if (actual - expected).abs().max() <= allowed:
+            found[index] = blocks[index]
+    return found
 
 
-def _explain(
-    parameters: dict[int, nn.Parameter], outputs: Tensor, calls: Sequence[Call], direction: Tensor
-) -> dict[int, Tensor | None]:
+def _layout(block: AnyBlock) -> tuple[Any, ...]:
+    """Return that in which all blocks of one parameter must agree."""
+    if isinstance(block, ElementwiseBlock):
+        return (ElementwiseBlock,)
+    return (MatrixBlock, block.transposed, block.slots, block.slotted_columns, block.rows)
+
+
+def _explain(truth: _Truth, calls: Sequence[Call]) -> dict[int, Tensor | None]:
     """Return the gradients ``[batch, numel]`` that blocks make of calls, None for a mismatch."""
     explained: dict[int, Tensor | None] = {}
     if not calls:
         return explained
+    outputs = truth.outputs
     tensors = [call.output for call in calls]
-    gradients = backpropagate(outputs, tensors, direction.expand_as(outputs))
+    gradients = backpropagate(outputs, tensors, truth.direction.expand_as(outputs))
     for call, gradient in zip(calls, gradients, strict=True):
         for index, block in call.blocks:
-            shape = (len(outputs), parameters[index].numel())
+            shape = truth.gradients[index].shape
             before = explained.get(index, outputs.new_zeros(shape))
             explained[index] = None
-            if before is not None and _fits(block, call.x, gradient, len(outputs)):
-                term = block.gradient_map(call.x, len(outputs))(gradient)
-                explained[index] = before + term if term.shape == shape else None
+            if before is not None:
+                term = _term(block, call.x, gradient, len(outputs))
+                if term is not None and term.shape == shape:
+                    explained[index] = before + term
     return explained
 
 
-def _fits(block: AnyBlock, x: Tensor, gradient: Tensor, batch: int) -> bool:
-    """Return whether input and gradient of a call have the same positions, for each input."""
-    g = block.g(gradient)
-    a = g if block.a is None else block.a(x)
-    if len(a) % batch or len(g) % batch:
-        return False
-    if isinstance(block, ElementwiseBlock):
-        return a.numel() == g.numel()
-    same_positions = a.shape[:-1].numel() == g.shape[:-1].numel()
-    return same_positions and a.ndim == g.ndim and a.shape[2:-1] == g.shape[2:-1]
+def _term(block: AnyBlock, x: Tensor, gradient: Tensor, batch: int) -> Tensor | None:
+    """Return the gradient ``[batch, numel]`` that a block makes of a call, None if it cannot.
 
-
-def _prune(layers: Layers, covered: Sequence[Coverage]) -> list[AnyBlock | None]:
-    """Forget blocks that explain nothing, and return the block of every parameter."""
-    for module, own in list(layers.blocks.items()):
-        kept = [(index, block) for index, block in own if covered[index].reason is None]
-        layers.blocks[module] = kept
-        if not kept:
-            del layers.blocks[module]
-    blocks: list[AnyBlock | None] = []
-    for entry in covered:
-        blocks.append(entry.owners[0].blocks[0] if entry.reason is None else None)
-    return blocks
+    A rule that a module inherits may not fit what it sees: inputs and gradients may differ in their
+    positions, or nothing works at all.
+    """
+    try:
+        g = block.g(gradient)
+        a = g if block.a is None else block.a(x)
+        fits = len(a) % batch == len(g) % batch == 0
+        if isinstance(block, ElementwiseBlock):
+            fits &= a.numel() == g.numel()
+        else:
+            fits &= a.shape[:-1].numel() == g.shape[:-1].numel()
+            fits &= a.ndim == g.ndim and a.shape[2:-1] == g.shape[2:-1]
+        return block.gradient_map(x, batch)(gradient) if fits else None
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _find_twins(layers: Layers, covered: Sequence[Coverage]) -> dict[int, int]:

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 __all__ = ["shortcuts"]
 
 SMOOTH = (nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.Mish, nn.LogSigmoid, nn.Softsign)
-PIECEWISE_LINEAR = (nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh)
+PIECEWISE_LINEAR = (nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardsigmoid)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 POOLING = (
     nn.MaxPool1d,
