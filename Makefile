@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths zoo clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -61,6 +61,10 @@ bench-suggest: $(READY)  ## ask what would help networks trained without augment
 
 bench-paths: $(READY)  ## compare starts of free paths, and what layers choose; runs that are there stay
 	$(BIN)/python benchmarks/bench_paths.py --write
+
+zoo: $(READY)  ## which networks of torchvision, timm and transformers are covered; results that are there stay
+	$(BIN)/pip install --quiet -e .[zoo]
+	$(BIN)/python benchmarks/bench_zoo.py --write
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

@@ -69,8 +69,8 @@ VERBS = {
         "learn to which transformations images are invariant, and how far",
         "Train a network on images, as they are or transformed in a known way, and learn by "
         "evidence to which transformations it should be invariant, and how far.",
-        hint="laplace_invariance.load_run({out!r}) has the model and the augmentation, whose "
-        "to_transform() is for torchvision",
+        hint="laplace_invariance.load_run({out!r}) has the model and, if there is one, the "
+        "augmentation, whose to_transform() is for torchvision",
     ),
     "compare": Verb(
         CompareConfig,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +45,13 @@ class InvariantModel(nn.Module):
     repeat. Any API of laplace-torch works on the model, with the backends of this package.
 
     Args:
-        net: Network that maps ``[n, ...]`` to ``[n, outputs]``.
+        net: Network that maps ``[n, ...]``, or a mapping with such tensors in it, to
+            ``[n, outputs]``.
         augmentation: Distribution over transformations, whose hyperparameters can be learnt.
         n_samples: Number of samples per input.
         generator: Source of the draws; None is torch's default generator.
+        dict_key_x: Key of what is transformed, if inputs are a mapping; other tensors of ``n`` rows
+            are repeated for every sample.
 
     Raises:
         TypeError: If the augmentation is not one.
@@ -62,6 +66,7 @@ class InvariantModel(nn.Module):
         augmentation: Augmentation,
         n_samples: int = 16,
         generator: torch.Generator | None = None,
+        dict_key_x: str = "input_ids",
     ) -> None:
         super().__init__()
         if not isinstance(augmentation, Augmentation):
@@ -75,6 +80,7 @@ class InvariantModel(nn.Module):
         self.__dict__["mean"] = SampleMean()
         self.n_samples = check_n_samples(n_samples)
         self.generator = generator
+        self.dict_key_x = dict_key_x
 
     def draw(self, n: int) -> Tensor:
         """Return the draws for ``n`` inputs: fixed, fresh, or replayed by a curvature pass."""
@@ -83,32 +89,63 @@ class InvariantModel(nn.Module):
         generator = generator_of_draws(self.generator)
         return taped(self.augmentation.sample, n, self.n_samples, generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the averaged outputs ``[n, outputs]`` of inputs ``x`` ``[n, ...]``."""
-        return self.average(x, self.draw(len(x)))
+    def inputs(self, x: Any) -> Tensor:
+        """Return what is transformed: the inputs ``[n, ...]``, or a tensor of a mapping.
 
-    def average(self, x: Tensor, draws: Tensor, part: slice = slice(None)) -> Tensor:
+        Raises:
+            KeyError: If a mapping has nothing under ``dict_key_x``.
+        """
+        if not isinstance(x, Mapping):
+            return x
+        if self.dict_key_x not in x:
+            raise KeyError(
+                f"inputs have no {self.dict_key_x!r}, only {', '.join(map(repr, x))}; "
+                "InvariantModel(..., dict_key_x=...) says what is to be transformed"
+            )
+        return x[self.dict_key_x]
+
+    def forward(self, x: Any) -> Tensor:
+        """Return the averaged outputs ``[n, outputs]`` of inputs ``[n, ...]``, or of a mapping."""
+        return self.average(x, self.draw(len(self.inputs(x))))
+
+    def average(self, x: Any, draws: Tensor, part: slice = slice(None)) -> Tensor:
         """Return the average over given draws, or what some of the samples contribute to it.
 
         Args:
-            x: Inputs ``[n, ...]``.
+            x: Inputs ``[n, ...]``, or a mapping with such a tensor in it.
             draws: Draws ``[n or 1, S, ...]`` of the augmentation.
             part: The samples to sum over, with their weights in the whole average.
 
         Returns:
             Outputs ``[n, outputs]``.
         """
+        inputs = self.inputs(x)
         weights = self.augmentation.weights(draws.shape[1])[part]
-        samples = self.augmentation.transform(x, draws[:, part])
-        token = LEVELS.set((*LEVELS.get(), (len(x), weights)))
+        samples = self.augmentation.transform(inputs, draws[:, part]).flatten(0, 1)
+        token = LEVELS.set((*LEVELS.get(), (len(inputs), weights)))
         try:
-            outputs = self.net(samples.flatten(0, 1))
+            outputs = self.net(self._as_given(x, samples, len(weights)))
         finally:
             LEVELS.reset(token)
         return self.mean(outputs, weights)
 
+    def _as_given(self, x: Any, samples: Tensor, n_samples: int) -> Any:
+        """Return samples in the place of inputs, with what else a mapping has."""
+        if not isinstance(x, Mapping):
+            return samples
+        n = len(self.inputs(x))
+        rest = {
+            key: value.repeat_interleave(n_samples, 0) if _has_rows(value, n) else value
+            for key, value in x.items()
+        }
+        return type(x)(rest | {self.dict_key_x: samples})  # type: ignore[call-arg]
+
     def extra_repr(self) -> str:
         return f"n_samples={self.n_samples}"
+
+
+def _has_rows(value: Any, n: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.experiments.learn import LearnConfig, LearnResult, build_model
@@ -43,6 +43,17 @@ class Run:
         """Names of the classes, in the order of the outputs; numbers if they have no names."""
         data = self.result.data
         return data["classes"] or [str(label) for label in range(data["n_classes"])]
+
+    def ranges(self) -> dict[str, str]:
+        """Return the learnt ranges by name, in degrees, pixels of the images, and factors."""
+        if self.augmentation is None:
+            return {}
+        return self.augmentation.ranges(self.result.data["in_shape"])
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Tensor:
+        """Return the probabilities ``[n, classes]`` of images ``[n, c, h, w]`` in [0, 1]."""
+        return self.model(images).softmax(-1)
 
     def __str__(self) -> str:
         return str(self.result)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from twins import central_differences, relative_error
 
 import laplace_invariance as li
 from laplace_invariance.draws import fixed_draws, recording, replaying
@@ -127,3 +128,61 @@ def test_augmentations_with_the_old_name_of_transform_still_work():
     assert ((outputs > x) & (outputs < x + 1)).all()
     with pytest.raises(NotImplementedError, match="Augmentation has no transform"):
         li.Augmentation().transform(x, x)
+
+
+# Inputs in a mapping.
+
+
+class OfMapping(nn.Module):
+    """Takes a mapping, and weighs its images by a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(25, 3))
+
+    def forward(self, x):
+        return self.net(x["pixel_values"] * x["mask"][:, None, None, None] + x["offset"])
+
+
+def mapping(n=4):
+    return {
+        "pixel_values": torch.randn(n, 1, 5, 5),
+        "mask": torch.rand(n),
+        "offset": torch.ones(()),
+    }
+
+
+def test_a_mapping_is_averaged_as_its_tensors_are():
+    net, x = OfMapping(), mapping()
+    augmentation = li.AffineImage(init={"rotation": 1.0})
+    model = li.InvariantModel(net, augmentation, n_samples=3, dict_key_x="pixel_values")
+    draws = augmentation.sample(4, 3)
+    samples = augmentation.transform(x["pixel_values"], draws)
+    parts = [net(x | {"pixel_values": samples[:, s]}) for s in range(3)]
+    torch.testing.assert_close(model.average(x, draws), torch.stack(parts).mean(0))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_the_evidence_of_a_mapping_has_the_gradient_of_differences(chunk_size):
+    x, y = mapping(), torch.tensor([0, 1, 2, 1])
+    augmentation = li.AffineImage(init=0.3)
+    model = li.InvariantModel(OfMapping(), augmentation, n_samples=3, dict_key_x="pixel_values")
+
+    def total():
+        torch.manual_seed(0)
+        backend = li.curvature.AugmentedGGN(
+            model, "classification", dict_key_x="pixel_values", chunk_size=chunk_size
+        )
+        loss, kron = backend.kron(x, y, N=4)
+        return loss + sum(f.diagonal().sum() for own in kron.kfacs for f in own)
+
+    total().backward()
+    eta = augmentation.eta
+    expected = central_differences(lambda: total().detach(), eta, 1e-7)
+    assert relative_error(eta.grad, expected) < 1e-4
+
+
+def test_a_key_that_is_not_there_is_named():
+    model = li.InvariantModel(OfMapping(), li.AffineImage(), n_samples=2)
+    with pytest.raises(KeyError, match="inputs have no 'input_ids', only 'pixel_values', 'mask'"):
+        model(mapping())

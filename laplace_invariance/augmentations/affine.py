@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,9 @@ from laplace_invariance.augmentations.base import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["AffineImage", "AffinePoints", "LieGroup", "warp_images"]
+__all__ = ["AffineImage", "AffinePoints", "LieGroup", "warn_of_bright_borders", "warp_images"]
+
+BRIGHT = 0.9  # median of the borders of images from which on they are a bright background
 
 # By number of dimensions: name -> the plane that is rotated, from its first axis to its second
 ROTATIONS = {
@@ -112,7 +115,8 @@ class AffineImage(LieGroup):
     each output pixel reads its input, in coordinates with x to the right and y *down*: a positive
     rotation is counter-clockwise, a positive x_translation shifts the picture to the left, a
     positive x_scale makes it narrower. Interpolation is bilinear, so that samples are piecewise
-    smooth in the hyperparameters.
+    smooth in the hyperparameters. Both coordinates go from -1 to 1, so that images that are not
+    square are transformed as if they were squeezed into a square: crop or pad them before.
 
     Args:
         init: Initial ``eta``: one number, one per generator, or a mapping from names.
@@ -227,6 +231,23 @@ def warp_images(images: Tensor, maps: Tensor) -> Tensor:
     grid = rearrange(rows @ pixels, "(n i s) (h w) -> n (s h) w i", n=n, i=2, h=height)
     samples = F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
     return rearrange(samples, "n c (s h) w -> n s c h w", h=height)
+
+
+def warn_of_bright_borders(images: Tensor) -> None:
+    """Warn if images have a bright background, as what comes in from outside is black.
+
+    Args:
+        images: Images ``[n, channels, height, width]`` in [0, 1].
+    """
+    sides = [images[..., 0, :], images[..., -1, :], images[..., 0], images[..., -1]]
+    median = torch.cat([side.flatten() for side in sides]).median().item()
+    if median > BRIGHT:
+        warnings.warn(
+            f"images have bright borders (median {median:.2f}), and what comes in from outside of "
+            "a transformed image is 0, black, which the network can tell apart: turn images into "
+            "bright on black, as by 1 - x, or ranges come out too narrow",
+            stacklevel=3,
+        )
 
 
 def affine_generators(dimensions: int) -> tuple[list[str], Tensor, list[float]]:

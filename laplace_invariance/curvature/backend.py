@@ -186,7 +186,8 @@ class AugmentedCurvature(CurvatureInterface):
         matched = self._last_match
         # one input does not show whether the first axis is that of the batch
         if matched is None or matched.n_inputs < min(2, chunks.batch_size(x, self.dict_key_x)):
-            matched = match(self._model, self.params, self.model, chunks.part_of(x, slice(2)))
+            two = chunks.part_of(x, slice(2), self.dict_key_x)
+            matched = match(self._model, self.params, self.model, two)
             if self.likelihood == Likelihood.CLASSIFICATION and matched.n_outputs < 2:
                 raise ValueError(
                     "classification needs at least two classes, the model has one output"

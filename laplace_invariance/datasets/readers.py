@@ -142,7 +142,8 @@ def _read(source: str | Path, root: Path, download: bool) -> tuple[Arrays, str, 
 def _read_npz(path: Path) -> Arrays:
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no file {path}; it should hold the arrays {', '.join(_KEYS)}"
+            f"there is no file {path}; it should hold the arrays {', '.join(_KEYS[:2])} and, to "
+            f"test on, {', '.join(_KEYS[2:])}"
         )
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not an archive as numpy.savez writes it")
@@ -150,6 +151,8 @@ def _read_npz(path: Path) -> Arrays:
         wanted = [key for key in _KEYS if key in archive.files]
         missing = [key for key in _KEYS if key not in archive.files]
         if missing not in ([], ["x_test", "y_test"]):  # a test set may be left out
+            if set(_KEYS[2:]) <= set(missing):
+                missing = missing[:-2]
             found = ", ".join(archive.files) or "nothing"
             raise ValueError(
                 f"{path} lacks {', '.join(missing)}; it needs {', '.join(_KEYS[:2])}, to test on "
@@ -252,7 +255,11 @@ def _checked_images(array: np.ndarray, what: str) -> np.ndarray:
     """Return images as ``[n, c, h, w]``; raise unless they are uint8 or in [0, 1]."""
     if array.dtype.kind == "f":
         if not np.isfinite(array).all():
-            raise ValueError(f"{what} holds NaN or infinite values")
+            bad = [i for i, image in enumerate(array) if not np.isfinite(image).all()]
+            raise ValueError(
+                f"{what} holds NaN or infinite values, first in image {bad[0]}; "
+                f"leave such images out ({len(bad)}), or fill them in"
+            )
         if array.min() < 0 or array.max() > 1:
             raise ValueError(
                 f"{what} goes from {array.min():.4g} to {array.max():.4g}, but floating-point "

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_invariance import datasets, plots
 from laplace_invariance.augmentations import Augmentation
+from laplace_invariance.augmentations.affine import warn_of_bright_borders
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import ImagesConfig
 from laplace_invariance.invariant import InvariantModel
@@ -179,6 +180,7 @@ def image_model(
     model = nn.Sequential(Standardise.of(images), *layers)
     if augmentation is None:
         return model
+    warn_of_bright_borders(images)
     return InvariantModel(model, augmentation, n_samples)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from laplace_invariance.augmentations.affine import warn_of_bright_borders
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import Standardise
@@ -163,6 +164,7 @@ def _standardised(net: nn.Module, x: Tensor) -> nn.Module:
             "standardised behind the augmentation",
             stacklevel=3,
         )
+    warn_of_bright_borders(x)
     return nn.Sequential(Standardise.of(x), net)
 
 
@@ -175,7 +177,7 @@ def _check_outputs(model: InvariantModel, x: Tensor, n_classes: int) -> None:
     if outputs.ndim != 2 or outputs.shape[1] < n_classes:
         raise ValueError(
             f"{n_classes} classes need outputs [batch, {n_classes}], and those of the network are "
-            f"{['batch', *outputs.shape[1:]]}"
+            f"[{', '.join(['batch', *map(str, outputs.shape[1:])])}]"
         )
 
 
@@ -189,14 +191,18 @@ def _examples(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
             f"the data set must have a length and examples by number, as a list has, got "
             f"{type(dataset).__name__}; of a DataLoader, give its .dataset"
         )
+    if not len(dataset):
+        raise ValueError("the data set is empty")
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         x, y = dataset.tensors
         return _as_tensor(x, "the inputs"), y
-    if not len(dataset):
-        raise ValueError("the data set is empty")
     inputs, targets = [], []
     for place, x, y in _pairs(dataset):
         inputs.append(_as_tensor(x, place))
+        if isinstance(y, str):
+            raise TypeError(
+                f"the label of {place} is {y!r}, and labels must be numbers 0, 1, 2, ..."
+            )
         targets.append(torch.as_tensor(y))
         if inputs[-1].shape != inputs[0].shape:
             raise ValueError(

@@ -1,12 +1,14 @@
 """Affine transformations of images and points are those that the documentation describes."""
 
 import math
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import laplace_invariance as li
+from laplace_invariance.augmentations.affine import warn_of_bright_borders
 
 IMAGES = (3, 2, 7, 5)
 
@@ -132,3 +134,12 @@ def test_angles_beyond_half_a_turn_are_refused(angle):
     with pytest.raises(ValueError, match=r"rotation must be at most pi.*math\.radians\(90\)"):
         li.AffineImage(init={"rotation": angle})
     assert li.AffineImage(init={"rotation": math.pi}).magnitudes()["rotation"] <= math.pi + 1e-6
+
+
+def test_a_bright_background_is_warned_of():
+    images = torch.rand(4, 1, 6, 6) * 0.2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_bright_borders(images)
+    with pytest.warns(UserWarning, match="bright borders.*1 - x"):
+        warn_of_bright_borders(1 - images / 2)

@@ -339,3 +339,29 @@ class Caching(nn.Module):
 def test_a_model_that_keeps_what_it_computed_is_told():
     with pytest.raises(RuntimeError, match="computed from earlier weights"):
         check_model(Caching(), torch.randn(4, 2))
+
+
+def small_swin():
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    return SwinTransformer([4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=CLASSES)
+
+
+def small_vit():
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(16, 8, 1, 2, 8, 16, num_classes=CLASSES)
+
+
+def small_convnext():
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    return ConvNeXt([CNBlockConfig(4, 8, 1), CNBlockConfig(8, None, 1)], num_classes=CLASSES)
+
+
+@pytest.mark.parametrize("make", [small_swin, small_vit, small_convnext])
+def test_networks_of_torchvision_are_explained(make):
+    net, x = make().double().eval(), torch.randn(3, 3, 16, 16)
+    assert check_model(net, x)
+    backend = AugmentedGGN(net, "classification")
+    torch.testing.assert_close(backend.jacobians(x)[0], parameter_jacobian(net, net(x)))

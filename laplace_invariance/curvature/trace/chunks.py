@@ -74,11 +74,22 @@ def check_finite(x: Any) -> None:
             )
 
 
-def part_of(x: Any, rows: slice) -> Any:
-    """Return some inputs of a tensor, or of a mapping with tensors in it."""
+def part_of(x: Any, rows: slice, key: str) -> Any:
+    """Return some inputs of a tensor, or of a mapping with tensors in it.
+
+    Args:
+        x: Inputs ``[n, ...]``, or a mapping.
+        rows: Which of them.
+        key: Key of a tensor ``[n, ...]`` of a mapping. Others of ``n`` rows are cut alike; what has
+            another number of rows, or none, belongs to all inputs.
+    """
     if not isinstance(x, MutableMapping):
         return x[rows]
-    part = {k: v[rows] if isinstance(v, Tensor) else v for k, v in x.items()}
+    n = batch_size(x, key)
+    part = {}
+    for name, value in x.items():
+        is_cut = isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
+        part[name] = value[rows] if is_cut else value
     return type(x)(part)  # type: ignore[call-arg]  # such as a dict or transformers' BatchEncoding
 
 
@@ -87,7 +98,7 @@ def split(x: Any, size: int, key: str) -> list[Chunk]:
     size, n = max(1, size), batch_size(x, key)
     tape = Tape(n)
     places = [slice(start, min(start + size, n)) for start in range(0, n, size)]
-    return [Chunk(part_of(x, rows), rows, tape) for rows in places]
+    return [Chunk(part_of(x, rows, key), rows, tape) for rows in places]
 
 
 def sum_over(
@@ -223,10 +234,10 @@ class ChunkedTrace:
     """
 
     def __init__(
-        self, x: Tensor, match: Match, size: int, engine: Engine, differentiate: bool
+        self, x: Any, match: Match, size: int, engine: Engine, differentiate: bool
     ) -> None:
         assert isinstance(match.model, InvariantModel)
-        draws = match.model.draw(len(x))
+        draws = match.model.draw(len(match.model.inputs(x)))
         average = partial(match.model.average, draws=draws)
         starts = range(0, draws.shape[1], size)
         self._parts = [partial(average, part=slice(start, start + size)) for start in starts]

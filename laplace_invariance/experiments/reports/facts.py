@@ -59,7 +59,7 @@ def export_lines(ranges: Mapping[str, float]) -> str:
         [
             "import laplace_invariance as li",
             f"augmentation = li.AffineImage(init={kept})",
-            "transform = augmentation.to_transform()  # ImageFolder(..., transform=transform)",
+            "transform = augmentation.to_transform()  # of square images, for any data set",
         ]
     )
 

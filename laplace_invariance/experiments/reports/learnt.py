@@ -28,7 +28,7 @@ __all__ = ["learn_report"]
 
 CAPTIONS = {
     "samples.png": "Training images, and samples of each under what was learnt.",
-    "flow.png": "Where a few pixels may go: an arc for every range, dots for all ranges together.",
+    "flow.png": "Where a few pixels may go: an arc for each open range, and dots for all together.",
     "ranges.png": "Ranges over epochs, each unit on an axis of its own.",
     "evidence.png": "The evidence while training, and the terms that it is the sum of.",
     "search.png": "What the search for a start tried, and by how much it lost.",
