@@ -288,7 +288,7 @@ def table() -> str:
     ]
     header = ["package", "network", "million weights", "tensors covered", "kron, steps"]
     header += ["gradient of ranges, steps", "stock"]
-    return f"{'; '.join(words)}.\n\n{bench.table(header, rows)}"
+    return "\n".join([*(f"- {line}" for line in words), "", bench.table(header, rows)])
 
 
 def main() -> None:

@@ -106,7 +106,8 @@ class InvariantModel(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         """Return the averaged outputs ``[n, outputs]`` of inputs ``[n, ...]``, or of a mapping."""
-        return self.average(x, self.draw(len(self.inputs(x))))
+        inputs = self.inputs(x) if isinstance(x, Mapping) else x
+        return self.average(x, self.draw(len(inputs)))
 
     def average(self, x: Any, draws: Tensor, part: slice = slice(None)) -> Tensor:
         """Return the average over given draws, or what some of the samples contribute to it.
@@ -119,20 +120,20 @@ class InvariantModel(nn.Module):
         Returns:
             Outputs ``[n, outputs]``.
         """
-        inputs = self.inputs(x)
+        inputs = self.inputs(x) if isinstance(x, Mapping) else x
         weights = self.augmentation.weights(draws.shape[1])[part]
         samples = self.augmentation.transform(inputs, draws[:, part]).flatten(0, 1)
+        if isinstance(x, Mapping):
+            samples = self._repeated(x, samples, len(weights))
         token = LEVELS.set((*LEVELS.get(), (len(inputs), weights)))
         try:
-            outputs = self.net(self._as_given(x, samples, len(weights)))
+            outputs = self.net(samples)
         finally:
             LEVELS.reset(token)
         return self.mean(outputs, weights)
 
-    def _as_given(self, x: Any, samples: Tensor, n_samples: int) -> Any:
-        """Return samples in the place of inputs, with what else a mapping has."""
-        if not isinstance(x, Mapping):
-            return samples
+    def _repeated(self, x: Mapping[str, Any], samples: Tensor, n_samples: int) -> Any:
+        """Return a mapping with samples in the place of inputs, and its other rows repeated."""
         n = len(self.inputs(x))
         rest = {
             key: value.repeat_interleave(n_samples, 0) if _has_rows(value, n) else value
