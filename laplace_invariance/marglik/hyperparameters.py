@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from laplace_invariance.hyper import Hyperparameterised, named_hyperparameters
 from laplace_invariance.marglik.settings import Record
 
 __all__ = ["Hyperparameters", "outermost_augmentations"]
-
-# Standard errors from zero at which the mean gradient is more than noise
-CLEAR = 2.0
 
 
 class Hyperparameters:
@@ -56,38 +52,12 @@ class Hyperparameters:
         self._optimizer.zero_grad()
 
     @torch.no_grad()
-    def step(self, only_clear: bool = False) -> None:
-        """Step hyperparameters by their gradients, and bring them back into their domains.
-
-        Args:
-            only_clear: Whether elements stay whose mean gradient may be nothing but noise. At a
-                range of zero it is: a transformation and its inverse are equally likely.
-        """
-        before = [tensor.clone() for tensor in self.tensors]
+    def step(self) -> None:
+        """Step hyperparameters by their gradients, and bring them back into their domains."""
         self._optimizer.step()
-        if only_clear:
-            for tensor, old in zip(self.tensors, before, strict=True):
-                tensor.copy_(torch.where(self._is_clear(tensor), tensor, old))
         for module in self._model.modules():
             if isinstance(module, Hyperparameterised):
                 module.project_()
-
-    def _is_clear(self, tensor: Tensor) -> Tensor:
-        """Return where the mean gradient, as Adam averages it, is clearly not zero.
-
-        The mean has weights ``w_i``, which sum to one, so its standard deviation is that of one
-        gradient times ``sqrt(sum_i w_i^2)``.
-        """
-        state = self._optimizer.state.get(tensor)
-        if not state:  # it had no gradient
-            return torch.zeros_like(tensor, dtype=torch.bool)
-        beta, beta_square = self._optimizer.param_groups[0]["betas"]
-        n = state["step"].item()
-        total, total_square = 1 - beta**n, 1 - beta ** (2 * n)
-        shrinkage = (1 - beta) * math.sqrt(total_square / (1 - beta**2)) / total
-        mean = state["exp_avg"] / total
-        deviation = (state["exp_avg_sq"] / (1 - beta_square**n)).sqrt()
-        return mean.abs() > CLEAR * shrinkage * deviation
 
     def describe(self) -> Record:
         """Return the present values, and the ranges of augmentations, for a record."""

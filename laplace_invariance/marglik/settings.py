@@ -43,7 +43,6 @@ __all__ = [
 SUBSETS = ("all", "last_layer")
 STRUCTURES = ("kron", "diag", "full")
 LR_AUG = 0.3
-LR_AUG_AFTER_SEARCH = 0.1  # which finds the region, and leaves the rest to the gradient
 
 Record = dict[str, Any]
 Callback = Callable[[Record, nn.Module], object]
@@ -289,7 +288,7 @@ class HyperparameterSettings:
         """Step size in the first epoch."""
         if self.lr_aug is not None:
             return self.lr_aug
-        return LR_AUG if self.search is None else LR_AUG_AFTER_SEARCH
+        return LR_AUG
 
     def rate(self, epoch: int, n_epochs: int) -> float:
         """Return the step size in an epoch, from 1: half a cosine over all epochs."""

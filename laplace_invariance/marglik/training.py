@@ -213,13 +213,12 @@ def marglik_training(
             :class:`~laplace_invariance.marglik.Evidence`.
         search: Where ranges start: None or False is where the model has them; True, or an object
             :class:`~laplace_invariance.marglik.Search` with other options, tries many in short
-            trainings first, and starts from those with the highest evidence. Then ranges take only
-            steps whose direction is clear, so that noise does not open what the search has closed.
+            trainings first, and starts from those with the highest evidence.
             Its cost is about that of 1,600 steps on the weights, for six ranges. Of a model without
             ranges it tries how far the free paths of its layers (``ResidualPathway``) are open at
             the start.
         lr_aug: Step size of hyperparameters in the first epoch. None is 0.3, large, so that ranges
-            open before the weights have settled for narrow ones; or 0.1 after a search.
+            open before the weights have settled for narrow ones.
         lr_aug_min: Step size at which half a cosine over the epochs ends; None is a hundredth of
             ``lr_aug``.
         marglik_loader: Batches for the evidence, with the same examples; None is the training

@@ -161,7 +161,7 @@ def test_training_goes_on_as_if_it_had_started_there():
     searched = li.marglik_training(first, shuffled(data), search=SMALL, **SHORT)
     second.augmentation.open_(searched.search.best.ranges)
     torch.set_rng_state(state)
-    started = li.marglik_training(second, shuffled(data), lr_aug=0.1, **SHORT)
+    started = li.marglik_training(second, shuffled(data), **SHORT)
     assert without_times(searched.history) == without_times(started.history)
     assert searched.evidence == started.evidence
 

@@ -30,8 +30,7 @@ class RangesConfig(ImagesConfig):
             image, scales as logarithms of factors, rotation in radians, or in degrees as in
             rotation=90deg; by default zero, and 0.1 under Augerino.
         draws: Draws of transformations; a grid is for two ranges at most.
-        lr_aug: Largest step size of ranges that are learnt by evidence; by default 0.1 after a
-            search, and otherwise 0.3.
+        lr_aug: Largest step size of ranges that are learnt by evidence; by default 0.3.
         estimator: How the evidence is estimated in training; by default running, but refit where
             training images are augmented.
         curvature: Curvature of the Laplace approximation.

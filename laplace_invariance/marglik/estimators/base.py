@@ -372,9 +372,7 @@ class RunningEstimator:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = -gradient
         if self._guard.allows("hyperparameters", tensors, evidence.detach()):
-            # a search has closed what is closed, and noise must not open it again
-            only_clear = self._settings.hyperparameters.search is not None
-            self._hyperparameters.step(only_clear)
+            self._hyperparameters.step()
         self._hyperparameters.zero_grad()
 
 
