@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.hyper import Hyperparameterised, named_hyperparameters
