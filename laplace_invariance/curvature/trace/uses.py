@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ from laplace_invariance.curvature.rules import (
     last_axes,
     positions_last,
 )
+from laplace_invariance.curvature.trace.parts import ELSEWHERE, Part, places_of, spread
 
 __all__ = ["Uses"]
 
@@ -65,42 +65,8 @@ REARRANGING = {
 COPYING = {"clone", "contiguous", "float", "double", "to", "type", "type_as"}
 # Attributes that rearrange.
 ATTRIBUTES = {"T", "mT", "data"}
-ELSEWHERE = -1  # in a map: an element of no parameter, or of another one
 
 Record = Callable[[Tensor, Tensor, list[tuple[int, AnyBlock]]], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A tensor made of elements of one parameter, or a term of a sum of such tensors.
-
-    Attributes:
-        index: Index of the parameter.
-        parameter: The parameter.
-        map: For each element of the tensor, its place in the flat parameter, or ``ELSEWHERE``.
-    """
-
-    index: int
-    parameter: nn.Parameter
-    map: Tensor
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is the parameter as a matrix, whose rows are along its first axis."""
-        return self.map.ndim == 2 and len(self.map) == len(self.parameter) and self.is_in_order
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether it is the transposed matrix."""
-        other = self.parameter
-        return self.map.ndim == other.ndim == 2 and torch.equal(self.map.mT, _places(other))
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether it has all elements in their order."""
-        return self.map.numel() == self.parameter.numel() and torch.equal(
-            self.map.flatten(), _places(self.parameter).flatten()
-        )
 
 
 class Uses(TorchFunctionMode):
@@ -122,7 +88,7 @@ class Uses(TorchFunctionMode):
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of a known one
         self._constants = {id(buffer) for buffer in buffers}
         for index, parameter in parameters.items():
-            self._know(parameter, [Part(index, parameter, _places(parameter))])
+            self._know(parameter, [Part(index, parameter, places_of(parameter))])
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -227,7 +193,7 @@ class Uses(TorchFunctionMode):
         self, output: Tensor, x: Tensor, parts: list[Part], sign: int = 1, is_factor: bool = False
     ) -> Tensor:
         """Record that parts were added to data, or multiplied with it."""
-        found = [(p.index, _spread(p, output.shape, sign, is_factor)) for p in parts]
+        found = [(p.index, spread(p, output.shape, sign, is_factor)) for p in parts]
         return self._record(x, output, [(i, block) for i, block in found if block is not None])
 
     def _on_mul(self, func: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +274,7 @@ class Uses(TorchFunctionMode):
                 matrix = MatrixBlock("", positions_last, positions_last, transposed=stored)
                 blocks.append((part.index, matrix))
         for part in self._parts(bias):
-            block = _spread(part, output.shape, 1, False)
+            block = spread(part, output.shape, 1, False)
             if block is not None:
                 blocks.append((part.index, block))
         return self._record(x, output, blocks)
@@ -489,69 +455,6 @@ def _mask(given: Mapping[str, Any], scores: Tensor) -> Tensor:
             mask = mask.unflatten(0, (n, heads))
         total = total + mask
     return total
-
-
-def _places(parameter: Tensor) -> Tensor:
-    """Return the map of a parameter itself."""
-    return torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
-
-
-def _spread(part: Part, shape: Sequence[int], sign: int, is_factor: bool) -> AnyBlock | None:
-    """Return the block of a parameter that is added to, or multiplied with, data everywhere.
-
-    Args:
-        part: Where elements of the parameter are.
-        shape: Shape ``[rows, ...]`` of the result.
-        sign: Sign with which the gradient counts.
-        is_factor: Whether it is multiplied.
-
-    Returns:
-        The block; None if elements differ between rows, or elements of a factor in their number.
-    """
-    places = part.map.expand(shape) if part.map.ndim <= len(shape) else part.map
-    if not len(places) or not torch.equal(places, places[:1].expand_as(places)):
-        return None
-    flat = places[0].flatten()
-    numel = part.parameter.numel()
-    here = (flat != ELSEWHERE).nonzero().squeeze(1)
-    order = here[flat[here].argsort(stable=True)]
-    numbers = flat[here].bincount(minlength=numel)
-    uniform = bool((numbers == numbers[0]).all()) and int(numbers[0]) > 0
-    if not uniform:
-        if is_factor:
-            return None
-        target = flat[here]
-
-        def scattered(g: Tensor) -> Tensor:
-            values = sign * g.flatten(1)[:, here]
-            return g.new_zeros(len(g), numel).index_add(1, target, values).unsqueeze(1)
-
-        return ElementwiseBlock("", None, scattered)
-    count = int(numbers[0])
-
-    def arranged(x: Tensor) -> Tensor:
-        return x.flatten(1)[:, order].view(len(x), numel, count).mT
-
-    if is_factor:
-        return ElementwiseBlock("", lambda x: sign * arranged(x), arranged)
-    return _of_positions(part.parameter, lambda g: sign * arranged(g))
-
-
-def _of_positions(parameter: nn.Parameter, g: Map) -> AnyBlock:
-    """Return the block of something added: of a matrix, one row per position, as of one-hots."""
-    sizes = [size for size in parameter.shape if size > 1]
-    if len(sizes) < 2:
-        return ElementwiseBlock("", None, g)
-    width = sizes[-1]
-    length = parameter.numel() // width
-
-    def one_hot(x: Tensor) -> Tensor:
-        return torch.eye(length, dtype=parameter.dtype, device=x.device).expand(len(x), -1, -1)
-
-    def rows(gradient: Tensor) -> Tensor:
-        return g(gradient).sum(1).unflatten(-1, (length, width))
-
-    return MatrixBlock("", one_hot, rows, linear=False, transposed=True, rows=length)
 
 
 def _tuple(value: Any, axes: int) -> tuple[int, ...]:
