@@ -4,7 +4,9 @@ Draws never depend on hyperparameters. They are points of the cube ``[-1, 1]^k``
 input where gradients are enabled and one fixed, even set elsewhere, so that predictions repeat. A
 curvature pass records its draws on a tape, from which its backward pass replays them. They belong
 to the inputs: how a batch is split into chunks does not change which input gets which draw, and
-how a data set is split into batches does not either, for a model that draws in one place.
+how a data set is split into batches does not either, for a model that draws in one place. The same
+holds for processes that share out the rows of a batch: each draws for all of them, and takes its
+own.
 
 Functions that draw take the number of dimensions ``k`` and a tensor ``like`` whose dtype and
 device the draws get.
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 __all__ = [
+    "Share",
     "Tape",
     "are_fixed",
     "common_draws",
@@ -35,6 +38,7 @@ __all__ = [
     "recording",
     "replaying",
     "sample_cube",
+    "sharing",
     "taped",
     "uniform",
 ]
@@ -159,6 +163,65 @@ class Tape:
         return _using(_Pass(self.draws, records=not self.closed, part=part))
 
 
+@dataclass(frozen=True)
+class Share:
+    """The rows ``rank::size`` of a batch, as several processes have one between them.
+
+    A process for which there is no row repeats the last one, so that it takes part in everything,
+    and it does not count.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        n: Number of inputs in the batch.
+    """
+
+    rank: int
+    size: int
+    n: int
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the batch that this process has."""
+        return slice(min(self.rank, self.n - 1), None, self.size)
+
+    @property
+    def n_own(self) -> int:
+        """Number of these rows."""
+        return len(range(self.n)[self.rows])
+
+    @property
+    def n_counted(self) -> int:
+        """Number of those that count."""
+        return self.n_own if self.rank < self.n else 0
+
+    def draw(self, fresh: Callable[..., Tensor], n_rows: int, *rest: object) -> Tensor:
+        """Draw for the whole batch, and return what belongs to the rows of this process."""
+        inner, remainder = divmod(n_rows, self.n_own)
+        if remainder:
+            raise ValueError(
+                f"draws for {n_rows} rows were asked for {self.n_own} inputs; their number must be "
+                "a multiple of that of the inputs"
+            )
+        draws = fresh(inner * self.n, *rest)
+        if len(draws) == 1:
+            return draws
+        return draws.unflatten(0, (self.n, inner))[self.rows].flatten(0, 1)
+
+
+_share: ContextVar[Share | None] = ContextVar("laplace_invariance_share", default=None)
+
+
+@contextmanager
+def sharing(share: Share) -> Iterator[None]:
+    """Let models inside the context run on the rows of one process, with draws of the batch."""
+    token = _share.set(share if share.size > 1 else None)
+    try:
+        yield
+    finally:
+        _share.reset(token)
+
+
 @contextmanager
 def common_draws(seed: int) -> Iterator[None]:
     """Take the fresh draws of all augmentations inside the context from one seeded generator.
@@ -218,7 +281,9 @@ def taped(fresh: Callable[..., Tensor], n: int, *rest: object) -> Tensor:
         RuntimeError: If there are more draws than were recorded.
         ValueError: If draws do not belong to inputs: their number is no multiple.
     """
-    source = _source.get()
+    source, share = _source.get(), _share.get()
+    if share is not None:
+        fresh = partial(share.draw, fresh)
     if isinstance(source, _Pass):
         return source.draw(fresh, n, *rest)
     return fresh(n, *rest)

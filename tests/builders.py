@@ -79,6 +79,8 @@ def training_settings(train_loader, **changes):
     arguments |= changes
     groups = {}
     for name, kind in typing.get_type_hints(Settings).items():
+        if name == "ranks":  # one process
+            continue
         names = [field.name for field in dataclasses.fields(kind)]
         groups[name] = kind(**{name: arguments[name] for name in names})
     return Settings(**groups)

@@ -18,13 +18,14 @@ from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.kron import DifferentiableKron
+from laplace_invariance.curvature.loaders import check_loader_of_fit
 from laplace_invariance.curvature.loss_hessian import Columns, unit_directions
 from laplace_invariance.curvature.rules import MatrixBlock, no_factors
 from laplace_invariance.curvature.trace import chunks
 from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.chunks import AnyTrace, Chunk, ChunkedTrace
 from laplace_invariance.curvature.trace.matching import Match, match
-from laplace_invariance.draws import fixed_draws
+from laplace_invariance.draws import Share, fixed_draws, sharing
 from laplace_invariance.hyper import differentiable
 
 __all__ = ["AugmentedCurvature"]
@@ -187,7 +188,8 @@ class AugmentedCurvature(CurvatureInterface):
         # one input does not show whether the first axis is that of the batch
         if matched is None or matched.n_inputs < min(2, chunks.batch_size(x, self.dict_key_x)):
             two = chunks.part_of(x, slice(2), self.dict_key_x)
-            matched = match(self._model, self.params, self.model, two)
+            with sharing(Share(0, 1, 2)):  # all of them are here
+                matched = match(self._model, self.params, self.model, two)
             if self.likelihood == Likelihood.CLASSIFICATION and matched.n_outputs < 2:
                 raise ValueError(
                     "classification needs at least two classes, the model has one output"
@@ -218,6 +220,7 @@ class AugmentedCurvature(CurvatureInterface):
 
     def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
+        check_loader_of_fit()
         x, y = chunks.kept(x, y, self.model)
         copied = self.last_layer and isinstance(self.model, FeatureExtractor)
         return chunks.sum_over(*self._parts(structure, x, y, N), copied)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["Decompositions", "decompose", "eigh"]
+__all__ = ["Decompositions", "Pair", "check_finite", "decompose", "eigh", "find_twins", "work"]
 
 # Matrices of equal size up to this one are decomposed by one call.
 STACKED_SIZE = 512
@@ -61,8 +61,8 @@ def decompose(factors: Sequence[Tensor], vectors: bool = True) -> list[Pair]:
         LinAlgError: A factor is not finite.
     """
     factors = [factor.detach() for factor in factors]
-    _check_finite(factors)
-    twins = _find_twins(factors)
+    check_finite(factors)
+    twins = find_twins(factors)
     groups: dict[object, list[int]] = {}
     for i, factor in enumerate(factors):
         together = factor.ndim == 2 and len(factor) <= STACKED_SIZE
@@ -80,7 +80,13 @@ def decompose(factors: Sequence[Tensor], vectors: bool = True) -> list[Pair]:
     return [found[twin] for twin in twins]
 
 
-def _check_finite(factors: Sequence[Tensor]) -> None:
+def work(factor: Tensor) -> int:
+    """Return what a decomposition costs, up to a constant."""
+    return factor.numel() * (factor.shape[-1] if factor.ndim > 1 else 1)
+
+
+def check_finite(factors: Sequence[Tensor]) -> None:
+    """Raise LinAlgError if a factor is not finite."""
     if not factors or torch.stack([factor.sum().double() for factor in factors]).isfinite().all():
         return
     if not all(factor.isfinite().all() for factor in factors):  # not so if a sum overflowed
@@ -89,7 +95,7 @@ def _check_finite(factors: Sequence[Tensor]) -> None:
         )
 
 
-def _find_twins(factors: Sequence[Tensor]) -> list[int]:
+def find_twins(factors: Sequence[Tensor]) -> list[int]:
     """Return for each factor the first that equals it, itself if there is none before."""
     seen: dict[torch.Size, list[int]] = {}
     twins = []
@@ -112,14 +118,18 @@ class Decompositions:
     Args:
         tolerance: Largest difference from a multiple, relative to the factor in the Frobenius norm,
             up to which a decomposition is used again.
+        decompose: Function that makes decompositions.
 
     Attributes:
         n_made: Number of decompositions so far.
         n_reused: Number of times that one was used again.
     """
 
-    def __init__(self, tolerance: float) -> None:
+    def __init__(
+        self, tolerance: float, decompose: Callable[[Sequence[Tensor]], list[Pair]] = decompose
+    ) -> None:
         self.tolerance = tolerance
+        self._decompose = decompose
         self.n_made = 0
         self.n_reused = 0
         self._known: list[Tensor] = []
@@ -130,13 +140,13 @@ class Decompositions:
         """Return eigenvalues and eigenvectors of each factor, as :func:`decompose`."""
         factors = [factor.detach() for factor in factors]
         if not self._known:
-            self._known, self._pairs = factors, decompose(factors)
+            self._known, self._pairs = factors, self._decompose(factors)
             self.n_made += len(factors)
             return self._pairs
-        _check_finite(factors)
+        check_finite(factors)
         scales = list(map(self._scale, factors, self._known))
         fresh = [i for i, scale in enumerate(scales) if scale is None]
-        for i, pair in zip(fresh, decompose([factors[i] for i in fresh]), strict=True):
+        for i, pair in zip(fresh, self._decompose([factors[i] for i in fresh]), strict=True):
             self._known[i], self._pairs[i] = factors[i], pair
         self.n_made += len(fresh)
         self.n_reused += len(factors) - len(fresh)
@@ -159,4 +169,4 @@ class Decompositions:
     def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
         """Decompose factors that :meth:`state_dict` returned."""
         self._known = list(state["known"])
-        self._pairs = decompose(self._known) if self._known else []
+        self._pairs = self._decompose(self._known) if self._known else []

@@ -23,8 +23,8 @@ from torch.nn.utils import parameters_to_vector
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.eigen import Decompositions
-from laplace_invariance.curvature.kron import DifferentiableKronDecomposed
-from laplace_invariance.draws import common_draws
+from laplace_invariance.curvature.kron import DifferentiableKron, DifferentiableKronDecomposed
+from laplace_invariance.draws import Share, common_draws, sharing
 from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.settings import Settings
@@ -32,6 +32,7 @@ from laplace_invariance.modes import evaluation
 
 __all__ = [
     "Approximation",
+    "added",
     "constant",
     "fresh_seed",
     "learnt_hyperparameters",
@@ -79,6 +80,21 @@ def replayable(draws: int, others: int | None = None) -> Iterator[None]:
         yield
 
 
+def added(totals: Sequence[Tensor], found: list[Tensor], share: Share) -> list[Tensor]:
+    """Add loss and curvature of a batch to those of others, if there are any.
+
+    Args:
+        totals: Sums so far; empty before the first batch.
+        found: Loss and curvature of the rows of this rank.
+        share: Which rows they are; those that do not count are zero.
+    """
+    if not share.n_counted:
+        found = [torch.zeros_like(tensor) for tensor in found]
+    if not totals:
+        return found
+    return list(map(torch.add, totals, found))
+
+
 class Approximation:
     """A Laplace approximation of a model that is trained, made anew of whatever is put into it.
 
@@ -111,7 +127,10 @@ class Approximation:
         tolerance: float = 0.0,
     ) -> None:
         self._model = model
-        self.decompositions = Decompositions(tolerance) if tolerance else None
+        self._ranks = settings.ranks
+        self.decompositions = (
+            Decompositions(tolerance, self._ranks.decompose) if tolerance else None
+        )
         self._key_y = settings.data.dict_key_y
         self._structure = settings.evidence.hessian_structure
         self.n_data = settings.data.n_data
@@ -182,6 +201,22 @@ class Approximation:
         with self._ready(x):
             return self.la.backend.pull_back(self._structure, x, y, self.n_data, cotangents, values)
 
+    def batches(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Share]]:
+        """Yield inputs and targets of this rank in every batch, and which of its rows they are.
+
+        What draws for them must do so inside of ``sharing(share)``.
+        """
+        for data, share in self._ranks.batches(loader, self._key_y):
+            yield *self.batch(data), share
+
+    def total(self, loader: Iterable[Any]) -> list[Tensor]:
+        """Return loss and curvature, as of :meth:`curvature`, of all batches and ranks."""
+        totals: list[Tensor] = []
+        for x, y, share in self.batches(loader):
+            with sharing(share):
+                totals = added(totals, self.curvature(x, y), share)
+        return self._ranks.sum(totals)
+
     def put(self, tensors: Sequence[Tensor], differentiate: bool = False) -> list[Tensor]:
         """Make loss and curvature of all data, as sums of :meth:`curvature`, those of ``la``.
 
@@ -207,7 +242,7 @@ class Approximation:
         remaining = iter(rest)
         factors = [[next(remaining) for _ in range(n)] for n in self._lengths]
         la.H_facs = self._factors_of(factors)
-        la.H = self._decomposed(factors)
+        la.H = self._decomposed(factors, differentiate)
         return leaves
 
     def put_mean(self, fits: Sequence[Approximation]) -> None:
@@ -222,13 +257,21 @@ class Approximation:
         la.H_facs = type(total)([[f / len(fits) for f in factors] for factors in total.kfacs])
         la.H = la.H_facs.decompose()
 
-    def _decomposed(self, factors: list[list[Tensor]]) -> KronDecomposed:
-        if self.decompositions is None:
+    def _decomposed(self, factors: list[list[Tensor]], differentiate: bool) -> KronDecomposed:
+        is_ours = isinstance(self.la.H_facs, DifferentiableKron)
+        if self.decompositions is None and (self._ranks.size == 1 or not is_ours):
             return self.la.H_facs.decompose()
-        pairs = iter(self.decompositions.decompose(list(chain.from_iterable(factors))))
+        every = list(chain.from_iterable(factors))
+        if self.decompositions is not None:
+            found = self.decompositions.decompose(every)
+        else:
+            found = self._ranks.decompose(every, vectors=differentiate)
+        pairs = iter(found)
         own = [[next(pairs) for _ in group] for group in factors]
-        vectors = [[pair[1] for pair in group] for group in own]
         values = [[pair[0] for pair in group] for group in own]
+        vectors = None
+        if differentiate or self.decompositions is not None:
+            vectors = [[pair[1] for pair in group] for group in own]
         return DifferentiableKronDecomposed(vectors, values, factors)
 
     def evidence_of_priors(self) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -291,12 +334,13 @@ class Approximation:
         la, weights = self.la, self._weights()
         gradient = torch.zeros_like(la.mean)
         with replayable(seed):
-            for data in loader:
-                x, y = self.batch(data)
-                with self._ready(x), torch.enable_grad():
+            for x, y, share in self.batches(loader):
+                with self._ready(x), torch.enable_grad(), sharing(share):
                     loss = la.backend.factor * la.backend.lossfunc(la.model(x), y)
                     found = torch.autograd.grad(loss, weights)
-                gradient += parameters_to_vector([tensor.contiguous() for tensor in found])
+                if share.n_counted:
+                    gradient += parameters_to_vector([tensor.contiguous() for tensor in found])
+        (gradient,) = self._ranks.sum([gradient])
         return la._H_factor * gradient + la.prior_precision_diag * la.mean
 
     @torch.no_grad()

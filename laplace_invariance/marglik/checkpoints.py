@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.files import replace
+from laplace_invariance.marglik.ranks import ALONE, Ranks
 from laplace_invariance.marglik.settings import OutputSettings, Record
 
 __all__ = ["Journal", "RandomStates", "Resumable", "read", "write"]
@@ -116,6 +117,11 @@ class RandomStates:
             "generators": [_state_of(generator) for generator in self._generators],
         }
 
+    def equal(self, ranks: Ranks) -> None:
+        """Take over the states of the first rank."""
+        if ranks.size > 1:
+            self.load_state_dict(ranks.first(self.state_dict()))
+
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless the state is that of as many generators as there are."""
         theirs, ours = len(state["generators"]), len(self._generators)
@@ -194,10 +200,18 @@ class Journal:
         run: Run that is written, and that gets its state when it is resumed.
         random_states: Random states that are written and read with it.
         output: Names of the files, and whether to resume.
+        ranks: Processes of the run, of which the first writes, and all read.
     """
 
-    def __init__(self, run: Resumable, random_states: RandomStates, output: OutputSettings) -> None:
+    def __init__(
+        self,
+        run: Resumable,
+        random_states: RandomStates,
+        output: OutputSettings,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self._run = run
+        self._ranks = ranks
         self._random_states = random_states
         self._checkpoint = None if output.checkpoint is None else Path(output.checkpoint)
         self._history = None if output.history is None else Path(output.history)
@@ -215,7 +229,7 @@ class Journal:
             self._resume(self._checkpoint)
         else:
             self._start()
-        if self._history is not None:
+        if self._history is not None and self._ranks.is_first:
             # an interrupted run may have appended records after its last checkpoint
             self._history.parent.mkdir(parents=True, exist_ok=True)
             lines = "".join(json.dumps(record) + "\n" for record in self._run.history)
@@ -233,6 +247,7 @@ class Journal:
             raise FileExistsError(
                 f"{path} exists; resume=True resumes from it, another name starts from scratch"
             )
+        self._ranks.wait()  # until all have seen that there is nothing
         if self._checkpoint is not None:
             self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
         self.save()
@@ -255,7 +270,7 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Append a record to the history, as a line of JSON."""
-        if self._history is not None:
+        if self._history is not None and self._ranks.is_first:
             with self._history.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
@@ -263,8 +278,9 @@ class Journal:
         """Write a checkpoint."""
         if self._checkpoint is None:
             return
-        state = {"run": self._run.state_dict(), "random": self._random_states.state_dict()}
-        write(self._checkpoint, state)
+        if self._ranks.is_first:
+            state = {"run": self._run.state_dict(), "random": self._random_states.state_dict()}
+            write(self._checkpoint, state)
         self._good_epoch = self._run.epoch
 
     def last_good(self) -> str:

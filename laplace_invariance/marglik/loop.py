@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,9 @@ import tqdm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from laplace_invariance.draws import Share, sharing
 from laplace_invariance.hyper import StepGuard, named_hyperparameters
-from laplace_invariance.marglik.checkpoints import Journal
+from laplace_invariance.marglik.checkpoints import Journal, RandomStates
 from laplace_invariance.marglik.estimators.base import TERMS, Context, finite
 from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.priors import Priors, last_layer_of
@@ -71,6 +72,7 @@ class Trainer:
         self._optimizer, self._scheduler = settings.optimizer.build(model)
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         self._objective = settings.hyperparameters.objective
+        self._ranks = settings.ranks
         self._criterion = nn.MSELoss() if is_regression else nn.CrossEntropyLoss()
         known = {id(tensor) for _, tensor in named_hyperparameters(model)}
         # such as those of batch normalisation
@@ -92,24 +94,24 @@ class Trainer:
         self.history: list[Record] = []
         self.search: Record = {"trials": [], "result": None}
 
-    def train(self, journal: Journal) -> None:
+    def train(self, journal: Journal, random_states: RandomStates) -> None:
         """Train all epochs that are left.
 
         Args:
             journal: Journal, already open, that gets every record and a checkpoint per epoch.
+            random_states: All sources of randomness, which are kept equal on all ranks.
 
         Raises:
             FloatingPointError: If too many steps of one kind in a row were not finite.
         """
         output = self.settings.output
-        bar = tqdm.tqdm(
-            total=self.n_epochs, initial=self.epoch, disable=not output.progress_bar, unit="epoch"
-        )
+        shown = output.progress_bar and self._ranks.is_first
+        bar = tqdm.tqdm(total=self.n_epochs, initial=self.epoch, disable=not shown, unit="epoch")
         with bar:
             while self.epoch < self.n_epochs:
                 bar.set_description(self._phase(self.epoch + 1))
                 try:
-                    record = self._run_epoch()
+                    record = self._run_epoch(random_states)
                 except FloatingPointError as error:
                     raise FloatingPointError(f"{error}; {journal.last_good()}") from None
                 self.history.append(record)
@@ -118,7 +120,7 @@ class Trainer:
                     callback(record, self.model)
                 journal.save()  # after callbacks, so that it has what they did to random states
                 bar.update()
-                if output.progress_bar:
+                if shown:
                     bar.set_postfix(self._progress())
 
     @property
@@ -126,9 +128,13 @@ class Trainer:
         """Number of epochs after which training ends."""
         return self.settings.schedule.n_epochs
 
-    def _run_epoch(self) -> Record:
+    def _run_epoch(self, random_states: RandomStates) -> Record:
         """Train the weights once, estimate the evidence and validate if due; return the record."""
         self.epoch += 1
+        loader = self.settings.data.train_loader
+        sampler: Any = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):  # as a DistributedSampler shuffles by it
+            sampler.set_epoch(self.epoch - 1)
         self._check_what_is_learnt()
         n_learning = self.settings.evidence.estimator.n_epochs_learning(self.n_epochs)
         rate = self.settings.hyperparameters.rate(min(self.epoch, n_learning), n_learning)
@@ -138,16 +144,19 @@ class Trainer:
         self._follows = due and self._objective.estimates
         self.estimator.begin_epoch()
         with self._timed("train"):
-            self.losses.append(self.train_on(self.settings.data.train_loader))
+            random_states.equal(self._ranks)
+            self.losses.append(self.train_on(loader))
+            self.estimator.end_epoch()
         self._seconds["train"] -= self._seconds["estimate"]
         estimate: Record = {}
         if due and self._objective.estimates:
             with self._timed("estimate"):
+                random_states.equal(self._ranks)
                 estimate = self.estimator.estimate(self.epoch)
         valid = None
-        loader = self.settings.data.valid_loader
-        if loader is not None and (due or self.epoch == self.n_epochs):
-            valid = self._validate(loader)
+        others = self.settings.data.valid_loader
+        if others is not None and (due or self.epoch == self.n_epochs):
+            valid = self._validate(others)
         return self._record(estimate, valid)
 
     def _phase(self, epoch: int) -> str:
@@ -186,22 +195,20 @@ class Trainer:
         """
         self.model.train()
         total, count = 0.0, 0
-        for data in batches:
+        for data, share in self._ranks.batches(batches, self.settings.data.dict_key_y):
             x, y = self._batch(data)
             self._zero_grad()
-            if self._objective.estimates:
-                with self._timed("estimate"):
-                    self.estimator.observe(x, y, self.epoch)
-            statistics = [buffer.clone() for buffer in self._statistics]
-            loss = self._objective.training_loss(self.model, self._criterion, x, y)
-            loss = loss + self.priors.penalty(self.settings.data.n_data)
-            if torch.isfinite(loss):
-                loss.backward()
-            if self._step(loss.detach()):
+            with sharing(share):
+                if self._objective.estimates:
+                    with self._timed("estimate"):
+                        self.estimator.observe(x, y, self.epoch, share)
+                statistics = [buffer.clone() for buffer in self._statistics]
+                loss = self._loss(x, y, share, statistics)
+            if self._step(loss):
                 if self._follows:
                     self.estimator.follow()
-                total += loss.item() * len(y)
-                count += len(y)
+                total += loss.item() * share.n
+                count += share.n
             else:
                 for buffer, kept in zip(self._statistics, statistics, strict=True):
                     buffer.copy_(kept)
@@ -209,6 +216,36 @@ class Trainer:
                 self._scheduler.step()
         self._zero_grad()
         return total / count if count else float("nan")
+
+    def _loss(self, x: Any, y: Tensor, share: Share, statistics: Sequence[Tensor]) -> Tensor:
+        """Return the loss of a batch, whose gradients are then in weights and hyperparameters.
+
+        A rank has the part of the loss that its rows have in the mean, and as much of the prior as
+        all others. Loss, gradients and changes of statistics are summed over ranks.
+        """
+        weight = share.n_counted / share.n
+        loss = weight * self._objective.training_loss(self.model, self._criterion, x, y)
+        loss = loss + self.priors.penalty(self.settings.data.n_data) / share.size
+        if torch.isfinite(loss):
+            loss.backward()
+        loss = loss.detach()
+        if share.size == 1:
+            return loss
+        learnt = self._stepped()
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in learnt]
+        pairs = [
+            (buffer, before)
+            for buffer, before in zip(self._statistics, statistics, strict=True)
+            if buffer.is_floating_point()
+        ]
+        # zero where nothing changed, such as at limits that are infinite
+        changes = [weight * (new - old).where(new != old, 0.0) for new, old in pairs]
+        loss, *sums = self._ranks.sum([loss, *gradients, *changes])
+        for tensor in learnt:
+            tensor.grad = sums.pop(0)
+        for (buffer, before), change in zip(pairs, sums, strict=True):
+            buffer.copy_(before + change)
+        return loss
 
     def restart_rate(self, n_steps: int) -> None:
         """Let the step size of the weights fall from its first value to zero in so many steps."""
@@ -218,15 +255,18 @@ class Trainer:
 
     def _step(self, loss: Tensor) -> bool:
         """Step the weights, and hyperparameters if the loss steps these; return whether it did."""
-        learnt: list[Tensor] = [*self._weights]
-        if self._objective.steps_in_training:
-            learnt += self.hyperparameters.tensors
-        if not self.guard.allows("weights", learnt, loss):
+        if not self.guard.allows("weights", self._stepped(), loss):
             return False
         self._optimizer.step()
         if self._objective.steps_in_training:
             self.hyperparameters.step()
         return True
+
+    def _stepped(self) -> list[Tensor]:
+        """Return what the training loss steps."""
+        if self._objective.steps_in_training:
+            return [*self._weights, *self.hyperparameters.tensors]
+        return [*self._weights]
 
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -249,20 +289,22 @@ class Trainer:
         must not change the run: the generator's state is restored.
         """
         self.model.eval()
-        totals = {"loss": 0.0}
+        measured = ["loss", "count"]
         if not self.settings.evidence.is_regression:
-            totals["accuracy"] = 0.0
-        count = 0
+            measured.append("accuracy")
+        totals = torch.zeros(len(measured), dtype=torch.float64)
         with torch.random.fork_rng(devices=[]):
-            for data in loader:
+            for data, share in self._ranks.batches(loader, self.settings.data.dict_key_y):
                 x, y = self._batch(data)
                 outputs = self.model(x)
-                totals["loss"] += self._criterion(outputs, y).item() * len(y)
-                if "accuracy" in totals:
-                    correct = (outputs.argmax(-1) == y).double()
-                    totals["accuracy"] += correct.mean().item() * len(y)
-                count += len(y)
-        return {name: finite(total / count) for name, total in totals.items()}
+                found = [self._criterion(outputs, y).item(), 1.0]
+                if "accuracy" in measured:
+                    found.append((outputs.argmax(-1) == y).double().mean().item())
+                totals += share.n_counted * torch.tensor(found, dtype=torch.float64)
+        (totals,) = self._ranks.sum([totals])
+        means = dict(zip(measured, (totals / totals[1]).tolist(), strict=True))
+        del means["count"]
+        return {name: finite(mean) for name, mean in means.items()}
 
     def _record(
         self,

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from laplace_invariance.marglik.objectives import Objective
+from laplace_invariance.marglik.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from laplace_invariance.marglik.estimators import Estimator
@@ -366,6 +367,7 @@ class Settings:
     hyperparameters: HyperparameterSettings
     schedule: Schedule
     output: OutputSettings
+    ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
         loaders = (self.data.train_loader, self.data.evidence_loader)

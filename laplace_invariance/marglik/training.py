@@ -21,6 +21,7 @@ from laplace_invariance.marglik.checkpoints import Journal, RandomStates
 from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
+from laplace_invariance.marglik.ranks import present_ranks, unwrapped, whole_loader
 from laplace_invariance.marglik.search import Search, SearchResult, space_of
 from laplace_invariance.marglik.settings import (
     Callback,
@@ -251,11 +252,17 @@ def marglik_training(
         FileExistsError: If ``checkpoint`` or ``history`` exists and is not resumed from.
         FloatingPointError: If ``max_bad_steps`` steps in a row were not finite.
     """
+    ranks = present_ranks()
+    model = unwrapped(model)
+    ranks.equal([*model.parameters(), *model.buffers()])
+    loaders = [
+        whole_loader(loader, ranks) for loader in (train_loader, marglik_loader, valid_loader)
+    ]
     learnt_by = evidence_unless_given(objective)
     chosen = chosen_estimator(estimator, model, learnt_by)
     settings = Settings(
         DataSettings(
-            train_loader, marglik_loader, marglik_batch_size, valid_loader, dict_key_x, dict_key_y
+            loaders[0], loaders[1], marglik_batch_size, loaders[2], dict_key_x, dict_key_y
         ),
         OptimizerSettings(
             optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs, max_bad_steps
@@ -274,6 +281,7 @@ def marglik_training(
         HyperparameterSettings(learnt_by, lr_aug, lr_aug_min, _chosen_search(search)),
         Schedule(n_epochs, n_epochs_burnin, marglik_frequency, n_hypersteps, n_hypersteps_prior),
         OutputSettings(checkpoint, resume, history, callbacks, progress_bar),
+        ranks,
     )
     for message in settings.without_effect():
         warnings.warn(message, stacklevel=2)
@@ -284,13 +292,13 @@ def marglik_training(
         with torch.random.fork_rng(devices=[]):
             check_targets(targets_of(settings.data))
     trainer.estimator.rehearse()
-    loaders = (train_loader, settings.data.evidence_loader, valid_loader)
+    loaders.append(settings.data.evidence_loader)
     random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
-    journal = Journal(trainer, random_states, settings.output)
+    journal = Journal(trainer, random_states, settings.output, ranks)
     journal.open()
     if chosen_search is not None and trainer.search["result"] is None:
         _search(chosen_search, trainer, random_states, journal)
-    trainer.train(journal)
+    trainer.train(journal, random_states)
     return _result(trainer)
 
 

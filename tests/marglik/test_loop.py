@@ -34,7 +34,7 @@ def train(trainer):
     random_states = checkpoints.RandomStates(trainer.model, [])
     journal = checkpoints.Journal(trainer, random_states, trainer.settings.output)
     journal.open()
-    trainer.train(journal)
+    trainer.train(journal, random_states)
 
 
 # Training.

@@ -128,7 +128,7 @@ def test_bad_minibatches_do_not_poison_later_estimates():
     trainer = trainer_of(model, DataLoader(data, 30), estimator=Running(every=1))
     x, y = data.tensors
     trainer.estimator.observe(x, y, epoch=1)
-    trainer.estimator._sum[1][0, 0] = torch.nan
+    trainer.estimator._own[1][0, 0] = torch.nan
     assert trainer.estimator.estimate(1) == {}
     assert trainer.guard.skipped["priors"] == 1
     trainer.estimator.observe(x, y, epoch=2)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.curvature.constant import constant_curvature
+from laplace_invariance.draws import Share, sharing
 from laplace_invariance.hyper import StepGuard
 from laplace_invariance.marglik.approximation import (
     Approximation,
+    added,
     constant,
     learnt_hyperparameters,
     replayable,
@@ -128,6 +130,7 @@ class RunningEstimator:
         self._priors = context.priors
         self._hyperparameters = context.hyperparameters
         self._guard = context.guard
+        self._ranks = context.settings.ranks
         self._loader = context.settings.data.evidence_loader
         self._options = (options or {}) | (context.settings.evidence.backend_kwargs or {})
         objective = context.settings.hyperparameters.objective
@@ -144,18 +147,22 @@ class RunningEstimator:
 
     # What an estimator does in a run.
 
-    def observe(self, x: Any, y: Tensor, epoch: int) -> None:
+    def observe(self, x: Any, y: Tensor, epoch: int, share: Share | None = None) -> None:
         """See a minibatch before the weights are trained on it.
 
         Args:
             x: Inputs of the minibatch.
             y: Its targets.
             epoch: Present epoch.
+            share: Which rows of the minibatch these are, if other processes have the rest.
         """
 
     def begin_epoch(self) -> None:
         """Forget the gradients of the last epoch."""
         self._gradients, self._n_gradients = [], 0
+
+    def end_epoch(self) -> None:
+        """Sum over ranks what was seen, as a checkpoint has what all ranks know."""
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -210,14 +217,14 @@ class RunningEstimator:
         Returns:
             Log evidence of all data; minus infinity if it is not finite.
         """
-        totals: list[Tensor] = []
         n_seen = 0
+        totals: list[Tensor] = []
         with replayable(seed):
-            for data in loader:
-                x, y = self.approximation.batch(data)
-                found = self.approximation.curvature(x, y)
-                totals = list(map(torch.add, totals, found)) if totals else found
-                n_seen += len(y)
+            for x, y, share in self.approximation.batches(loader):
+                with sharing(share):
+                    totals = added(totals, self.approximation.curvature(x, y), share)
+                n_seen += share.n
+        totals = self._ranks.sum(totals)
         weight = self.approximation.n_data / n_seen
         try:
             self.approximation.put([weight * total for total in totals])
@@ -306,8 +313,12 @@ class RunningEstimator:
         enable_backprop = self._settings.evidence.enable_backprop
         approximation = self._approximate(options, enable_backprop=enable_backprop)
         la = approximation.la
+        loader = self._settings.data.ordered_loader
         with constant(learnt_hyperparameters(la.model)), replayable(SEED, signs):
-            la.fit(self._settings.data.ordered_loader)
+            if self._ranks.size == 1:
+                la.fit(loader)
+            else:  # of which laplace knows nothing
+                approximation.put(approximation.total(loader))
         return approximation
 
     # Steps that estimators share.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_invariance.curvature.ntk import BoundEstimate, TangentKernelBound
+from laplace_invariance.draws import Share
 from laplace_invariance.marglik.approximation import fresh_seed, replayable
 from laplace_invariance.marglik.estimators.base import (
     TERMS,
@@ -59,6 +60,11 @@ class _Bounding(RunningEstimator):
         evidence, data = context.settings.evidence, context.settings.data
         if evidence.subset_of_weights != "all":
             raise ValueError("the kernel bound is that of all weights, not of the last layer")
+        if context.settings.ranks.size > 1:
+            raise ValueError(
+                "the kernel bound is that of whole minibatches, which several processes share out; "
+                "choose estimator 'running' or 'refit', or train in one process"
+            )
         self._every = settings.every
         self._batch_size = min(data.train_loader.batch_size or 0, data.n_data)
         self._bound = TangentKernelBound(
@@ -82,7 +88,7 @@ class _Bounding(RunningEstimator):
             self._settings.evidence.temperature,
         )
 
-    def observe(self, x: Any, y: Tensor, epoch: int) -> None:
+    def observe(self, x: Any, y: Tensor, epoch: int, share: Share | None = None) -> None:
         if epoch <= self._settings.schedule.n_epochs_burnin:
             return
         if len(y) < self._batch_size:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_invariance.marglik.approximation import fresh_seed, replayable
+from laplace_invariance.draws import Share, sharing
+from laplace_invariance.marglik.approximation import added, fresh_seed, replayable
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.estimators.base import Context, Estimator, RunningEstimator
 from laplace_invariance.marglik.settings import Record, check_numbers
@@ -80,30 +81,29 @@ class _Refitting(RunningEstimator):
                 self._step_hyperparameters(gradients, evidence)
         return record
 
-    def _batches(self, seed: int) -> Iterator[tuple[int, Any, Tensor]]:
-        """Yield index, inputs and targets of all batches, each inside draws of its own."""
+    def _batches(self, seed: int) -> Iterator[tuple[int, Any, Tensor, Share]]:
+        """Yield index, inputs, targets and share of all batches, each inside draws of its own."""
         next(iter(self._loader))  # as laplace does, so that a shuffled loader goes on as there
-        for index, data in enumerate(self._loader):
-            with replayable(seed + index):
-                yield index, *self.approximation.batch(data)
+        for index, (x, y, share) in enumerate(self.approximation.batches(self._loader)):
+            with replayable(seed + index), sharing(share):
+                yield index, x, y, share
 
     def _sum(self, seed: int) -> list[Tensor]:
         """Return loss and curvature of all data."""
         totals: list[Tensor] = []
-        for _, x, y in self._batches(seed):
-            found = self.approximation.curvature(x, y)
-            totals = list(map(torch.add, totals, found)) if totals else found
-        return totals
+        for _, x, y, share in self._batches(seed):
+            totals = added(totals, self.approximation.curvature(x, y), share)
+        return self._ranks.sum(totals)
 
     def _pull_back(self, cotangents: list[Tensor], seed: int, chosen: set[int]) -> list[Tensor]:
         """Return the gradient of hyperparameters, by a pass that sees what the fit saw."""
         totals = [torch.zeros_like(tensor) for tensor in self._hyperparameters.tensors]
-        for index, x, y in self._batches(seed):
+        for index, x, y, share in self._batches(seed):
             if index in chosen:
                 _, found = self.approximation.pull_back(x, y, cotangents, values=False)
-                totals = list(map(torch.add, totals, found))
-        share = len(chosen) / len(self._loader)
-        return [total / share for total in totals]
+                totals = added(totals, found, share)
+        scale = len(self._loader) / len(chosen)
+        return [scale * total for total in self._ranks.sum(totals)]
 
     def _choose_batches(self) -> set[int]:
         """Return the indices of the batches in which hyperparameters are differentiated."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace_invariance.draws import Share
 from laplace_invariance.invariant import averaging_over
-from laplace_invariance.marglik.approximation import fresh_seed, replayable
+from laplace_invariance.marglik.approximation import added, fresh_seed, replayable
 from laplace_invariance.marglik.estimators.base import (
     Context,
     Estimator,
@@ -86,12 +86,13 @@ class _Averaging(RunningEstimator):
         self._oversampling = settings.oversampling
         self._n_epochs_learning = settings.n_epochs_learning(context.settings.schedule.n_epochs)
         self._step = 0  # minibatches seen since the first that counts
-        self._sum: list[Tensor] = []  # loss and curvature since the last estimate
-        self._n_seen = 0  # examples that it is of
+        self._own: list[Tensor] = []  # loss and curvature that this rank has seen in this epoch
+        self._sum: list[Tensor] = []  # that all have seen since the last estimate, without these
+        self._n_seen = 0  # examples that both are of
         self._average: list[Tensor] = []  # loss and curvature as if of all data
         self._cotangents: list[Tensor] = []  # derivatives of the evidence in these
 
-    def observe(self, x: Any, y: Tensor, epoch: int) -> None:
+    def observe(self, x: Any, y: Tensor, epoch: int, share: Share | None = None) -> None:
         schedule = self._settings.schedule
         is_early = epoch <= schedule.n_epochs_burnin - schedule.marglik_frequency
         if is_early or epoch > self._n_epochs_learning:
@@ -101,22 +102,30 @@ class _Averaging(RunningEstimator):
             return
         more = averaging_over(self._model, lambda n_samples: n_samples * self._oversampling)
         with replayable(fresh_seed(self._step)), more:
-            self._learn_from(x, y)
+            self._learn_from(x, y, share or Share(0, 1, len(y)))
 
-    def _learn_from(self, x: Any, y: Tensor) -> None:
+    def _learn_from(self, x: Any, y: Tensor, share: Share) -> None:
         """Accumulate the curvature of a minibatch, and step hyperparameters by its gradient."""
         if self._cotangents:
             found, gradients = self.approximation.pull_back(x, y, self._cotangents)
-            weight = self.approximation.n_data / len(y)
-            self._step_hyperparameters([weight * gradient for gradient in gradients], found[0])
+            weight = self.approximation.n_data / share.n * bool(share.n_counted)
+            loss, *gradients = self._ranks.sum([found[0], *(weight * g for g in gradients)])
+            self._step_hyperparameters(gradients, loss)
         else:
             found = self.approximation.curvature(x, y)
-        self._sum = _added(self._sum, found)
-        self._n_seen += len(y)
+        self._own = added(self._own, found, share)
+        self._n_seen += share.n
+
+    def end_epoch(self) -> None:
+        if self._own:
+            whole = Share(0, 1, self._n_seen)
+            self._sum = added(self._sum, self._ranks.sum(self._own), whole)
+            self._own = []
 
     def estimate(self, epoch: int) -> Record:
         if epoch > self._n_epochs_learning:
             return {}
+        self.end_epoch()
         if self._n_seen:
             self._update_average()
         if not self._average:
@@ -194,9 +203,3 @@ def _trace(curvature: Tensor) -> Tensor:
     if curvature.ndim == 1:
         return curvature.sum()
     return curvature.diagonal(dim1=-2, dim2=-1).sum()
-
-
-def _added(totals: Sequence[Tensor], found: list[Tensor]) -> list[Tensor]:
-    if not totals:
-        return found
-    return list(map(torch.add, totals, found))

@@ -19,6 +19,7 @@ from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
 from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.ranks import ALONE
 from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, space_of
 from laplace_invariance.marglik.settings import Settings
 
@@ -143,6 +144,14 @@ class Pilots:
         self._random_states.load_state_dict(before)
         return found / self._trainer.settings.data.n_data
 
+    def state_of(self, pilot: Pilot) -> dict[str, Any]:
+        """Return the state of everything at the end of a pilot that was trained here."""
+        return self._states[pilot]
+
+    def know(self, pilot: Pilot, state: dict[str, Any]) -> None:
+        """Take over the state at the end of a pilot that another process trained."""
+        self._states[pilot] = state
+
     def forget(self, keep: Iterable[Pilot]) -> None:
         """Drop the weights of all pilots but some, and of the stages before their last one."""
         kept = {pilot for one in keep for pilot in (one, one[:-1])}
@@ -191,8 +200,8 @@ def _some_of(settings: Settings, n_examples: int, seed: int) -> Iterable[Any]:
 
 
 def _without_learning(settings: Settings) -> Settings:
-    """Return settings of a pilot: constant step size, one random column of the loss Hessian."""
+    """Return settings of a pilot: constant step size, one random column, and one process."""
     optimizer = replace(settings.optimizer, scheduler_cls=None, scheduler_kwargs=None)
     options = one_random_column(settings) | (settings.evidence.backend_kwargs or {})
     evidence = replace(settings.evidence, estimator=Refit(), backend_kwargs=options)
-    return replace(settings, optimizer=optimizer, evidence=evidence)
+    return replace(settings, optimizer=optimizer, evidence=evidence, ranks=ALONE)

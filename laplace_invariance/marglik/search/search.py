@@ -13,6 +13,7 @@ from torch import nn
 
 from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.ranks import Ranks
 from laplace_invariance.marglik.search.candidates import MOST_OPENED
 from laplace_invariance.marglik.search.pilots import Pilot, Pilots, n_units
 from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, described
@@ -155,11 +156,10 @@ class Search:
         pilots = Pilots(
             model, settings, random_states, self.n_steps, self.oversampling, self.n_examples
         )
-        bar = tqdm.tqdm(
-            disable=not settings.output.progress_bar, unit="pilot", desc="search", leave=True
-        )
+        shown = settings.output.progress_bar and settings.ranks.is_first
+        bar = tqdm.tqdm(disable=not shown, unit="pilot", desc="search", leave=True)
         with bar:
-            return _Searching(self, pilots, trials, save, bar).run(priors)
+            return _Searching(self, pilots, trials, save, bar, settings.ranks).run(priors)
 
 
 class _Searching:
@@ -172,8 +172,10 @@ class _Searching:
         trials: list[dict[str, Any]],
         save: Callable[[], None],
         bar: tqdm.tqdm,
+        ranks: Ranks,
     ) -> None:
         self._options = options
+        self._ranks = ranks
         self._pilots = pilots
         self._space = pilots.space
         self._trials = trials
@@ -254,27 +256,46 @@ class _Searching:
         """Return pilots of equal length by evidence; within the margin, with fewer open ranges."""
         n_new = sum(pilot not in self._asked for pilot in pilots)
         self._bar.total = len(self._asked) + n_new + self._n_later
-        evidences = {pilot: self._try(pilot) for pilot in pilots}
+        self._try(pilots)
 
         def score(pilot: Pilot) -> float:
-            return evidences[pilot] - self._options.margin * pilot[-1].n_open
+            return self._known[pilot] - self._options.margin * pilot[-1].n_open
 
         order = sorted(pilots, key=score, reverse=True)
         self._pilots.forget(order[: self._options.keep])
         return order
 
-    def _try(self, pilot: Pilot) -> float:
-        """Return the evidence of a pilot."""
-        if pilot not in self._known:
-            evidence = self._known[pilot] = self._pilots.evidence(pilot)
-            stages = [candidate.as_dict() for candidate in pilot]
-            self._trials.append({"stages": stages, "evidence": evidence})
+    def _try(self, pilots: Sequence[Pilot]) -> None:
+        """Find the evidences of pilots that are not known, as many at a time as there are ranks."""
+        new = [pilot for pilot in pilots if pilot not in self._known]
+        for start in range(0, len(new), self._ranks.size):
+            together = new[start : start + self._ranks.size]
+            for pilot, evidence in zip(together, self._evidences(together), strict=True):
+                self._known[pilot] = evidence
+                stages = [candidate.as_dict() for candidate in pilot]
+                self._trials.append({"stages": stages, "evidence": evidence})
+                self._show(pilot)
             self._save()
+        for pilot in pilots:
+            self._show(pilot)
+
+    def _evidences(self, pilots: Sequence[Pilot]) -> list[float]:
+        """Return the evidences of at most one pilot per rank."""
+        found = None
+        if self._ranks.rank < len(pilots):
+            own = pilots[self._ranks.rank]
+            found = (self._pilots.evidence(own), self._pilots.state_of(own))
+        gathered = self._ranks.gather(found)[: len(pilots)]
+        for pilot, (_, state) in zip(pilots, gathered, strict=True):
+            self._pilots.know(pilot, state)
+        return [evidence for evidence, _ in gathered]
+
+    def _show(self, pilot: Pilot) -> None:
+        """Count a pilot in the progress bar, once."""
         if pilot not in self._asked:
             self._asked.append(pilot)
             self._bar.update()
             self._bar.set_postfix_str(f"{pilot[-1]}: {self._known[pilot]:.3f}")
-        return self._known[pilot]
 
     def _result(self, best: Pilot) -> SearchResult:
         last = {pilot[-1]: pilot for pilot in sorted(self._asked, key=len)}

@@ -1,0 +1,115 @@
+"""Train in one of several processes: python ranks_run.py RANK SIZE DIRECTORY CASE [CASE ...]
+
+The results of a case are written to DIRECTORY/CASE-RANK.pt.
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from builders import invariant_network, labelled_points, plain_network
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+import laplace_invariance as li
+from laplace_invariance.marglik import Augerino, Refit, Running, Search
+
+N = 25  # with batches of 8, the last one has one row, of which the second of two ranks has none
+RUNNING = {"estimator": Running(every=2, settle=0.0)}
+CASES = {
+    "running": RUNNING | {"marglik_frequency": 2},
+    "refit": {"estimator": Refit(n_hyper_batches=2)},
+    "diag": {"hessian_structure": "diag"},
+    "full": {"hessian_structure": "full", "estimator": Refit()},
+    "last-layer": RUNNING | {"subset_of_weights": "last_layer"},
+    "tolerance": {"estimator": Running(every=1, tolerance=0.3)},
+    "regression": RUNNING | {"likelihood": "regression"},
+    "augerino": {"objective": Augerino(0.1), "lr_aug": 0.02},
+    "search": RUNNING | {"search": Search(n_steps=4, keep=2, n_examples=20), "n_epochs": 2},
+    "sampler": RUNNING,
+    "wrapped": RUNNING,
+    "resumed": RUNNING,
+    "dropout": RUNNING,
+    "batch-norm": RUNNING,
+    "killed": RUNNING | {"n_epochs": 10_000},
+}
+DIFFERENT = {"dropout": lambda: nn.Dropout(0.5), "batch-norm": lambda: nn.BatchNorm1d(5)}
+
+
+def loader_of(case, data, ranks):
+    """The loader of a user: the same on all ranks, or each with its part."""
+    if case != "sampler":
+        return DataLoader(data, 8, shuffle=True)
+    # one process has the batches of two together
+    sampler = DistributedSampler(data, ranks.size, ranks.rank, seed=3)
+    return DataLoader(data, 8 // ranks.size, sampler=sampler)
+
+
+def model_of(case, ranks):
+    torch.manual_seed(ranks.rank)  # the first rank decides
+    if case in DIFFERENT:
+        net = nn.Sequential(nn.Linear(2, 5), DIFFERENT[case](), nn.Linear(5, 3))
+        return li.InvariantModel(net, li.AffinePoints(init={"rotation": 0.2}), n_samples=3)
+    if case == "search":
+        return li.InvariantModel(plain_network(), li.AffinePoints(), n_samples=2)
+    model = invariant_network(1 if case == "regression" else 3)
+    if case == "wrapped" and ranks.size > 1:
+        return DistributedDataParallel(model)
+    return model
+
+
+def run(case, directory, ranks):
+    """Train, and keep everything that must be equal."""
+    torch.manual_seed(0)
+    data = labelled_points(N, classes=0 if case == "regression" else 3)
+    arguments = {"n_epochs": 5, "valid_loader": DataLoader(labelled_points(9), 4)} | CASES[case]
+    loader = loader_of(case, data, ranks)
+    model = model_of(case, ranks)
+    if case == "regression":
+        del arguments["valid_loader"]
+    if case in ("resumed", "killed"):
+        files = {"checkpoint": directory / f"{case}.pt", "history": directory / f"{case}.jsonl"}
+        arguments |= files
+    if case == "resumed":
+        files = arguments | {"n_epochs": 2}
+        li.marglik_training(model_of(case, ranks), loader, **files)
+    if case in ("resumed", "killed"):
+        arguments["resume"] = True
+    result = li.marglik_training(model, loader, **arguments)
+    found = {f"model.{name}": value for name, value in result.model.state_dict().items()}
+    hessian = result.la.H_facs.kfacs if arguments.get("hessian_structure") is None else result.la.H
+    return found | {
+        "evidence": torch.tensor(result.evidence),
+        "precision": result.prior_precision,
+        "noise": result.sigma_noise,
+        "curvature": hessian,
+        "losses": torch.tensor(result.losses),
+        "margliks": torch.tensor(result.margliks),
+        "decrement": torch.tensor(result.newton_decrement),
+        "valid": [record["valid"] for record in result.history],
+        "prediction": result.la(torch.ones(4, 2)),
+    }
+
+
+if __name__ == "__main__":
+    rank, size, directory, *cases = sys.argv[1:]
+    directory = Path(directory)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    if int(size) > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory / 'meeting'}",
+            rank=int(rank),
+            world_size=int(size),
+            timeout=timedelta(seconds=60),
+        )
+    ranks = li.marglik.ranks.Ranks(int(rank), int(size))
+    for case in cases:
+        torch.save(run(case, directory, ranks), directory / f"{case}-{rank}.pt")
+    if int(size) > 1:
+        dist.destroy_process_group()

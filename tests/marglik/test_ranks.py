@@ -1,0 +1,244 @@
+"""Several processes: the same result as one, to round-off; what they share out; what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import laplace
+import pytest
+import torch
+from builders import invariant_network, labelled_points
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+import laplace_invariance as li
+from laplace_invariance.curvature import AugmentedGGN, eigen
+from laplace_invariance.draws import Share, common_draws, sharing
+from laplace_invariance.marglik.ranks import ALONE, Ranks, _shared_out, whole_loader
+
+SCRIPT = Path(__file__).parent / "ranks_run.py"
+EQUAL = (
+    "running",
+    "refit",
+    "diag",
+    "full",
+    "last-layer",
+    "tolerance",
+    "regression",
+    "augerino",
+    "search",
+    "sampler",
+    "wrapped",
+    "resumed",
+)
+DIFFERENT = ("dropout", "batch-norm")  # masks and statistics are those of a rank's rows
+
+
+def start(rank, size, directory, *cases):
+    """Start one process, with all that it prints in a file."""
+    directory.mkdir(exist_ok=True)
+    with (directory / f"log-{rank}").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, SCRIPT, str(rank), str(size), directory, *cases],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish(processes, directory, seconds=240):
+    """Wait for processes, and fail with what they printed if one hangs or fails."""
+    try:
+        codes = [process.wait(seconds) for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        codes = ["hangs"]
+    texts = "".join(path.read_text()[-3000:] for path in directory.glob("log-*"))
+    assert codes == [0] * len(processes), texts
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Results by number of processes, case and rank."""
+    found = {}
+    running = []
+    for size in (1, 2):
+        directory = tmp_path_factory.mktemp(f"ranks-{size}")
+        processes = [start(rank, size, directory, *EQUAL, *DIFFERENT) for rank in range(size)]
+        running.append((size, processes, directory))
+    for size, processes, directory in running:
+        finish(processes, directory)
+        for case in (*EQUAL, *DIFFERENT):
+            for rank in range(size):
+                path = directory / f"{case}-{rank}.pt"
+                found[size, case, rank] = torch.load(path, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_two_ranks_are_one_process_to_round_off(results, case):
+    """With batches of odd length, of which the last has no row for the second rank."""
+    one, two = results[1, case, 0], results[2, case, 0]
+    assert set(one) == set(two)
+    for name, value in one.items():
+        assert_close(
+            two[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("case", [*EQUAL, *DIFFERENT])
+def test_ranks_stay_equal_bit_for_bit(results, case):
+    first, second = results[2, case, 0], results[2, case, 1]
+    for name, value in first.items():
+        assert_close(second[name], value, rtol=0, atol=0, msg=partial("{}: {}".format, name))
+
+
+def test_a_rank_that_dies_ends_the_run_which_resumes(tmp_path):
+    processes = [start(rank, 2, tmp_path, "killed") for rank in range(2)]
+    checkpoint = tmp_path / "killed.pt"
+    waited_until = time.monotonic() + 60
+    while not checkpoint.exists() and time.monotonic() < waited_until:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    processes[1].send_signal(signal.SIGKILL)
+    assert processes[0].wait(60) != 0, (tmp_path / "log-0").read_text()
+    before = torch.load(checkpoint, weights_only=True)["run"]["epoch"]
+    (tmp_path / "meeting").unlink(missing_ok=True)
+    processes = [start(rank, 2, tmp_path, "killed") for rank in range(2)]
+    while time.monotonic() < waited_until + 60:
+        time.sleep(0.2)
+        if torch.load(checkpoint, weights_only=True)["run"]["epoch"] > before + 2:
+            break
+    for process in processes:
+        process.kill()
+        process.wait()
+    assert torch.load(checkpoint, weights_only=True)["run"]["epoch"] > before + 2
+
+
+# What they share out.
+
+
+@pytest.mark.parametrize(("n", "size"), [(7, 2), (7, 3), (2, 3)])
+def test_draws_of_all_shares_are_those_of_the_batch(n, size):
+    model = invariant_network()
+    x = torch.randn(n, 2)
+    with common_draws(5):
+        together = model(x)
+    for rank in range(size):
+        share = Share(rank, size, n)
+        with common_draws(5), sharing(share):
+            own = model(x[share.rows])
+        assert_close(own, together[share.rows])
+    assert sum(Share(rank, size, n).n_counted for rank in range(size)) == n
+
+
+def test_work_is_shared_out_evenly():
+    owners = _shared_out([1.0, 8.0, 4.0, 3.0, 2.0], 2)
+    loads = [0.0, 0.0]
+    for owner, work in zip(owners, [1.0, 8.0, 4.0, 3.0, 2.0], strict=True):
+        loads[owner] += work
+    assert loads == [9.0, 9.0]
+
+
+def test_work_of_a_decomposition_grows_with_the_cube():
+    assert eigen.work(torch.zeros(6, 6)) == 8 * eigen.work(torch.zeros(3, 3))
+    assert eigen.work(torch.zeros(5, 3, 3)) == 5 * eigen.work(torch.zeros(3, 3))
+    assert eigen.work(torch.zeros(7)) == 7
+
+
+def test_a_distributed_sampler_is_made_whole_without_repeats():
+    data = labelled_points(25)
+    parts = []
+    for rank in range(2):
+        sampler = DistributedSampler(data, 2, rank, seed=4)
+        loader = DataLoader(data, 3, sampler=sampler)
+        assert sum(len(y) for _, y in loader) == 13  # one example is repeated
+        parts.append(whole_loader(loader, Ranks(rank, 2)))
+    batches = [[x for x, _ in part] for part in parts]
+    assert [len(x) for x in batches[0]] == [6, 6, 6, 6, 1]
+    for one, other in zip(*batches, strict=True):
+        assert_close(one, other, rtol=0, atol=0)
+    rows = torch.cat(batches[0])
+    assert len(rows.unique(dim=0)) == 25
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_load_rows_of_their_own_only(num_workers):
+    class Counted(torch.utils.data.Dataset):
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, i):
+            return torch.tensor([float(i)]), i
+
+    loader = DataLoader(Counted(), 4, num_workers=num_workers)
+    seen = [
+        [(data[1].tolist(), share.n_counted) for data, share in Ranks(rank, 3).batches(loader, "y")]
+        for rank in range(3)
+    ]
+    assert seen == [[([0, 3], 2), ([4], 1)], [([1], 1), ([5], 1)], [([2], 1), ([6], 1)]]
+
+
+def test_batches_without_an_index_are_cut():
+    x, y = torch.arange(5.0), torch.arange(5)
+    ((data, _),) = Ranks(1, 2).batches([(x, y)], "labels")
+    assert_close(data, [x[1::2], y[1::2]])
+    mapping = {"input_ids": x, "labels": y, "scale": torch.ones(2)}
+    ((cut, share),) = Ranks(0, 2).batches([mapping], "labels")
+    assert_close(cut, {"input_ids": x[::2], "labels": y[::2], "scale": torch.ones(2)})
+    assert (share.n, share.n_counted) == (5, 3)
+
+
+def test_one_process_is_alone():
+    tensors = [torch.ones(2)]
+    assert ALONE.sum(tensors)[0] is tensors[0]
+    assert ALONE.gather(3) == [3]
+    assert li.marglik.ranks.present_ranks() is ALONE
+
+
+# What is refused.
+
+
+def test_laplace_does_not_fit_to_a_part_of_the_data():
+    data = labelled_points(25)
+    loader = DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0))
+    la = laplace.Laplace(invariant_network(), "classification", "all", "kron", backend=AugmentedGGN)
+    with pytest.raises(ValueError, match=r"this rank sees one of 2 parts, but Laplace\.fit"):
+        la.fit(loader)
+
+
+def test_a_sampler_of_more_ranks_than_there_are_is_refused():
+    data = labelled_points(25)
+    loader = DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0))
+    with pytest.raises(ValueError, match="num_replicas=2, but there are 1 processes; start them"):
+        li.marglik_training(invariant_network(), loader, n_epochs=1)
+
+
+def test_a_model_that_is_split_over_ranks_is_refused():
+    class FSDPModule:
+        __module__ = "torch.distributed.fsdp._fully_shard"
+
+    class Split(FSDPModule, nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 5), Split(5, 3))
+    with pytest.raises(
+        TypeError, match=r"under FSDP are split over ranks.*DistributedDataParallel"
+    ):
+        li.marglik_training(model, DataLoader(labelled_points()), n_epochs=1)
+
+
+def test_the_kernel_bound_is_for_one_process(monkeypatch):
+    monkeypatch.setattr(li.marglik.training, "present_ranks", lambda: Ranks(0, 2))
+    monkeypatch.setattr(Ranks, "equal", lambda self, tensors: None)
+    with pytest.raises(ValueError, match="kernel bound is that of whole minibatches"):
+        li.marglik_training(
+            invariant_network(), DataLoader(labelled_points(), 5), estimator="kernel"
+        )
