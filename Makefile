@@ -46,6 +46,7 @@ bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks/R
 	$(BIN)/python benchmarks/bench_growth.py --write
 	$(BIN)/python benchmarks/bench_models.py --write
 	$(BIN)/python benchmarks/bench_memory.py --write
+	$(BIN)/python benchmarks/bench_ranks.py --write
 
 bench-estimators: $(READY)  ## compare estimators of the evidence; rows that are there stay
 	$(BIN)/python benchmarks/bench_estimators.py --write

@@ -80,7 +80,7 @@ def suite(name: str) -> list[Run]:
     if name == "search":
         return [
             Run("mnist", 2000, "cnn", 24, kind, "running, search", seed)
-            for kind, seed in itertools.product(("translated", "fully_rotated"), range(3))
+            for kind, seed in itertools.product(kinds, range(3))
         ]
     net, n_epochs = {"mlp": ("mlp", 50), "cnn": ("cnn", 24)}[name]
     return [

@@ -11,16 +11,17 @@ import argparse
 import inspect
 import logging
 import math
+import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import Field, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from laplace_invariance import __version__
 from laplace_invariance.allocator import keep_freed_memory
@@ -38,6 +39,9 @@ from laplace_invariance.experiments.options import (
 )
 from laplace_invariance.tables import labelled
 
+if TYPE_CHECKING:
+    from laplace_invariance.marglik.ranks import Ranks
+
 __all__ = ["VERBS", "Verb", "main"]
 
 
@@ -52,6 +56,7 @@ class Verb(NamedTuple):
         resumes: Whether the function takes ``resume``.
         before_files: What separates the result from the list of files; None lists none.
         hint: What to do next, printed last, with the directory for ``{out!r}``.
+        joins: Whether several processes of ``torchrun`` can share the work.
     """
 
     config: type[Config]
@@ -61,6 +66,7 @@ class Verb(NamedTuple):
     resumes: bool = True
     before_files: str | None = "\n"
     hint: str = ""
+    joins: bool = False
 
 
 VERBS = {
@@ -71,6 +77,7 @@ VERBS = {
         "evidence to which transformations it should be invariant, and how far.",
         hint="laplace_invariance.load_run({out!r}) has the model and, if there is one, the "
         "augmentation, whose to_transform() is for torchvision",
+        joins=True,
     ),
     "compare": Verb(
         CompareConfig,
@@ -197,13 +204,34 @@ def _run(arguments: argparse.Namespace) -> None:
     run = getattr(module, arguments.verb)
     if verb.resumes:
         run = partial(run, resume=arguments.resume)
-    result = run(config, arguments.out, progress_bar=not arguments.quiet)
+    with _joined(arguments.verb, config) as ranks:
+        result = run(config, arguments.out, progress_bar=not arguments.quiet)
+    if not ranks.is_first:
+        return
     if verb.before_files is None:
         print(result)
     else:
         print(result, _files(arguments.out), sep=verb.before_files)
     if verb.hint:
         print(labelled("next", verb.hint.format(out=str(arguments.out))))
+
+
+def _joined(verb: str, config: Config) -> AbstractContextManager[Ranks]:
+    """Return a context in which the processes of ``torchrun`` work together.
+
+    Raises:
+        ValueError: If there are several, and the experiment is for one.
+    """
+    from laplace_invariance.experiments.processes import joined
+
+    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if n_processes > 1 and not VERBS[verb].joins:
+        able = ", ".join(name for name, one in VERBS.items() if one.joins)
+        raise ValueError(
+            f"{verb} runs in one process, but torchrun started {n_processes}, which can only share "
+            f"the work of {able}; leave torchrun out"
+        )
+    return joined(getattr(config, "device", "cpu"))
 
 
 def _config(kind: type[Config], arguments: argparse.Namespace) -> Config:

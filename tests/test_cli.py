@@ -221,3 +221,12 @@ def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
     monkeypatch.setattr(learn, "learn", fails)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["learn", "--out", str(tmp_path)])
+
+
+def test_what_is_for_one_process_is_refused_by_several(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["compare", "--out", str(tmp_path / "run")])
+    assert exit_.value.code == 2
+    assert "compare runs in one process, but torchrun started 3" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

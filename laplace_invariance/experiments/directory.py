@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from laplace_invariance import plots
 from laplace_invariance.experiments.checks import Config
 from laplace_invariance.files import locked, read_json, write_json, write_text
+from laplace_invariance.marglik.ranks import present_ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +41,9 @@ class RunDirectory:
             directory belongs to no run in particular.
         resume: Whether to continue a run that the directory has already.
 
+    Attributes:
+        writes: Whether this process writes; of several that share a run, only the first does.
+
     Raises:
         FileExistsError: If the directory has a run, and ``resume`` is False.
         ValueError: If the directory has the run of another configuration.
@@ -53,7 +57,9 @@ class RunDirectory:
         self.resume = resume
         self._stack = ExitStack()
         self._locked = False
-        self._check()
+        self.writes = present_ranks().is_first
+        if self.writes:
+            self._check()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -68,7 +74,7 @@ class RunDirectory:
             BlockingIOError: If another run uses the directory.
             FileExistsError: If another run has begun and ended here in the meantime.
         """
-        if self.out is None or self._locked:
+        if self.out is None or self._locked or not self.writes:
             return
         missing = [path for path in (self.out, *self.out.parents) if not path.exists()]
         for path in reversed(missing):  # the innermost is removed first
@@ -112,7 +118,7 @@ class RunDirectory:
             name: Name of the file.
             value: A text without its final newline, or what JSON can express.
         """
-        if self.out is None:
+        if self.out is None or not self.writes:
             return
         if isinstance(value, str):
             write_text(self.out / name, f"{value}\n")
@@ -132,7 +138,7 @@ class RunDirectory:
         Returns:
             Path of the figure; None if there is none.
         """
-        if self.out is None or not _can_draw():
+        if self.out is None or not self.writes or not _can_draw():
             return None
         figure = plots.figure(size)
         draw(figure)

@@ -97,7 +97,8 @@ def learn(
         if summary is not None:
             del summary["experiment"]
             finished = LearnResult(config, **summary)
-            learn_report(directory, finished)
+            if directory.writes:
+                learn_report(directory, finished)
             return finished
         split, model = _prepare(config)
         directory.begin()
@@ -106,6 +107,8 @@ def learn(
         # The history has the time of interrupted calls before, the clock that of validation.
         seconds = max(training_seconds(training.history), time.perf_counter() - start)
         result = _result(config, split, training, seconds)
+        if not directory.writes:
+            return result
         model_file = directory.path("model.pt")
         if model_file is not None:
             replace(model_file, lambda file: torch.save(model.state_dict(), file))
