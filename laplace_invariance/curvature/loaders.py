@@ -29,7 +29,8 @@ def check_loader_of_fit() -> None:
         is_laplace = frame.f_globals.get("__name__", "").startswith("laplace.")
         if not is_laplace or frame.f_code.co_name != "fit":
             continue
-        sampler = getattr(frame.f_locals.get("train_loader"), "sampler", None)
+        batches = getattr(frame.f_locals.get("train_loader"), "batch_sampler", None)
+        sampler = getattr(batches, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
                 f"the loader has a DistributedSampler, of which this rank sees one of "

@@ -200,7 +200,7 @@ class Journal:
         run: Run that is written, and that gets its state when it is resumed.
         random_states: Random states that are written and read with it.
         output: Names of the files, and whether to resume.
-        ranks: Processes of the run, of which the first writes, and all read.
+        ranks: Processes of the run, of which the first reads and writes.
     """
 
     def __init__(
@@ -225,8 +225,9 @@ class Journal:
             FileExistsError: If a run that does not resume would overwrite a file.
             ValueError: If the files are not those of the same run; nothing was changed then.
         """
-        if self._may_resume and self._checkpoint is not None and self._checkpoint.exists():
-            self._resume(self._checkpoint)
+        exists = self._checkpoint is not None and self._checkpoint.exists()
+        if self._ranks.first(self._may_resume and exists):
+            self._resume()
         else:
             self._start()
         if self._history is not None and self._ranks.is_first:
@@ -236,6 +237,13 @@ class Journal:
             replace(self._history, lambda file: file.write(lines.encode()))
 
     def _start(self) -> None:
+        if self._ranks.is_first:
+            self._check_files()
+        self._ranks.wait()
+        self.save()
+
+    def _check_files(self) -> None:
+        """Raise if a file would be overwritten, and make the directory of the checkpoint."""
         for path in (self._checkpoint, self._history):
             if path is None or not path.exists():
                 continue
@@ -247,13 +255,14 @@ class Journal:
             raise FileExistsError(
                 f"{path} exists; resume=True resumes from it, another name starts from scratch"
             )
-        self._ranks.wait()  # until all have seen that there is nothing
         if self._checkpoint is not None:
             self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        self.save()
 
-    def _resume(self, checkpoint: Path) -> None:
-        state = read(checkpoint)
+    def _resume(self) -> None:
+        """Take over the checkpoint, which the first rank reads for all."""
+        checkpoint = self._checkpoint
+        assert checkpoint is not None
+        state = self._ranks.first(read(checkpoint) if self._ranks.is_first else None)
         run = state["run"]
         _check_signature(checkpoint, run["signature"], self._run.signature())
         if run["epoch"] > self._run.n_epochs:
@@ -262,7 +271,7 @@ class Journal:
                 "nothing was changed"
             )
         self._random_states.check_state_dict(state["random"])
-        if self._history is not None:
+        if self._history is not None and self._ranks.is_first:
             _check_history(self._history)
         self._run.load_state_dict(run)
         self._random_states.load_state_dict(state["random"])

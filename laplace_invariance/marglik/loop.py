@@ -132,7 +132,7 @@ class Trainer:
         """Train the weights once, estimate the evidence and validate if due; return the record."""
         self.epoch += 1
         loader = self.settings.data.train_loader
-        sampler: Any = getattr(loader, "sampler", None)
+        sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         if hasattr(sampler, "set_epoch"):  # as a DistributedSampler shuffles by it
             sampler.set_epoch(self.epoch - 1)
         self._check_what_is_learnt()

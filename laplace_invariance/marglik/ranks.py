@@ -84,6 +84,11 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def check_equal(self, value: Any, message: str) -> None:
+        """Raise ValueError if a value is not the same on all ranks."""
+        if any(other != value for other in self.gather(value)):
+            raise ValueError(message)
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order, with tensors on the CPU."""
         if self.size == 1:
@@ -199,22 +204,30 @@ def whole_loader(loader: Any, ranks: Ranks) -> Any:
         ranks: All ranks.
 
     Raises:
-        ValueError: If the sampler is that of another number of ranks.
+        TypeError: If the sampler is of another kind, of which it is not known what it yields.
+        ValueError: If it is that of another number of ranks.
     """
-    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return loader
+    if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
+        raise TypeError(
+            f"a {type(sampler).__name__} in a {type(batches).__name__} may leave out or repeat "
+            "examples, but the evidence is that of every example once; use torch's own "
+            "DistributedSampler, or leave it out: ranks share out the rows of an ordinary loader"
+        )
     if sampler.num_replicas != ranks.size:
         raise ValueError(
             f"the DistributedSampler has num_replicas={sampler.num_replicas}, but there are "
             f"{ranks.size} processes; start them with torchrun, or leave the sampler out"
         )
-    every: Sampler[int] = DistributedSampler(
+    every: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed
     )
-    every.set_epoch(sampler.epoch)  # type: ignore[attr-defined]
-    size = loader.batch_size * ranks.size
-    return _with_batches(loader, BatchSampler(every, size, loader.drop_last))
+    every.set_epoch(sampler.epoch)
+    size = batches.batch_size * ranks.size
+    return _with_batches(loader, BatchSampler(every, size, batches.drop_last))
 
 
 def _rows_of(data: Any, share: Share) -> Any:

@@ -291,6 +291,7 @@ def marglik_training(
         space_of(model, settings)
         with torch.random.fork_rng(devices=[]):
             check_targets(targets_of(settings.data))
+    _check_data(settings)
     trainer.estimator.rehearse()
     loaders.append(settings.data.evidence_loader)
     random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
@@ -300,6 +301,20 @@ def marglik_training(
         _search(chosen_search, trainer, random_states, journal)
     trainer.train(journal, random_states)
     return _result(trainer)
+
+
+def _check_data(settings: Settings) -> None:
+    """Raise unless all ranks have the same data, of which each will take rows of its own."""
+    if settings.ranks.size == 1:
+        return
+    with torch.random.fork_rng(devices=[]):
+        data = next(iter(settings.data.ordered_loader))
+    y = data[settings.data.dict_key_y] if isinstance(data, Mapping) else data[-1]
+    settings.ranks.check_equal(
+        (settings.data.n_data, y.tolist()),
+        "ranks have different data; give all of them the same data set, of which each takes rows "
+        "of its own, with an ordinary loader or a DistributedSampler",
+    )
 
 
 def _chosen_search(search: bool | Search | None) -> Search | None:

@@ -35,6 +35,7 @@ CASES = {
     "resumed": RUNNING,
     "dropout": RUNNING,
     "batch-norm": RUNNING,
+    "other-data": RUNNING,
     "killed": RUNNING | {"n_epochs": 10_000},
 }
 DIFFERENT = {"dropout": lambda: nn.Dropout(0.5), "batch-norm": lambda: nn.BatchNorm1d(5)}
@@ -64,7 +65,7 @@ def model_of(case, ranks):
 
 def run(case, directory, ranks):
     """Train, and keep everything that must be equal."""
-    torch.manual_seed(0)
+    torch.manual_seed(ranks.rank if case == "other-data" else 0)
     data = labelled_points(N, classes=0 if case == "regression" else 3)
     arguments = {"n_epochs": 5, "valid_loader": DataLoader(labelled_points(9), 4)} | CASES[case]
     loader = loader_of(case, data, ranks)
@@ -110,6 +111,10 @@ if __name__ == "__main__":
         )
     ranks = li.marglik.ranks.Ranks(int(rank), int(size))
     for case in cases:
-        torch.save(run(case, directory, ranks), directory / f"{case}-{rank}.pt")
+        try:
+            found = run(case, directory, ranks)
+        except ValueError as error:
+            found = {"error": str(error)}
+        torch.save(found, directory / f"{case}-{rank}.pt")
     if int(size) > 1:
         dist.destroy_process_group()

@@ -38,6 +38,7 @@ EQUAL = (
     "resumed",
 )
 DIFFERENT = ("dropout", "batch-norm")  # masks and statistics are those of a rank's rows
+CASES = (*EQUAL, *DIFFERENT, "other-data")
 
 
 def start(rank, size, directory, *cases):
@@ -71,11 +72,11 @@ def results(tmp_path_factory):
     running = []
     for size in (1, 2):
         directory = tmp_path_factory.mktemp(f"ranks-{size}")
-        processes = [start(rank, size, directory, *EQUAL, *DIFFERENT) for rank in range(size)]
+        processes = [start(rank, size, directory, *CASES) for rank in range(size)]
         running.append((size, processes, directory))
     for size, processes, directory in running:
         finish(processes, directory)
-        for case in (*EQUAL, *DIFFERENT):
+        for case in CASES:
             for rank in range(size):
                 path = directory / f"{case}-{rank}.pt"
                 found[size, case, rank] = torch.load(path, weights_only=True)
@@ -219,6 +220,20 @@ def test_a_sampler_of_more_ranks_than_there_are_is_refused():
     loader = DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0))
     with pytest.raises(ValueError, match="num_replicas=2, but there are 1 processes; start them"):
         li.marglik_training(invariant_network(), loader, n_epochs=1)
+
+
+def test_a_sampler_of_another_kind_is_refused():
+    class Weighted(DistributedSampler):
+        pass
+
+    data = labelled_points(25)
+    loader = DataLoader(data, 5, sampler=Weighted(data, 2, 0))
+    with pytest.raises(TypeError, match="Weighted in a BatchSampler may leave out or repeat"):
+        whole_loader(loader, Ranks(0, 2))
+
+
+def test_ranks_with_different_data_are_refused(results):
+    assert "ranks have different data" in results[2, "other-data", 0]["error"]
 
 
 def test_a_model_that_is_split_over_ranks_is_refused():
