@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,7 +185,8 @@ class Trainer:
             batches: Inputs and targets of every step, as a loader yields them.
         """
         self.model.train()
-        total, count = 0.0, 0
+        losses: list[Tensor] = []  # looked at in the end, as a GPU would have to be waited for
+        sizes: list[int] = []
         for data in batches:
             x, y = self._batch(data)
             self._zero_grad()
@@ -195,20 +196,19 @@ class Trainer:
             statistics = [buffer.clone() for buffer in self._statistics]
             loss = self._objective.training_loss(self.model, self._criterion, x, y)
             loss = loss + self.priors.penalty(self.settings.data.n_data)
-            if torch.isfinite(loss):
-                loss.backward()
+            loss.backward()
             if self._step(loss.detach()):
                 if self._follows:
                     self.estimator.follow()
-                total += loss.item() * len(y)
-                count += len(y)
+                losses.append(loss.detach())
+                sizes.append(len(y))
             else:
                 for buffer, kept in zip(self._statistics, statistics, strict=True):
                     buffer.copy_(kept)
             if self._scheduler is not None:
                 self._scheduler.step()
         self._zero_grad()
-        return total / count if count else float("nan")
+        return _mean(losses, sizes)
 
     def restart_rate(self, n_steps: int) -> None:
         """Let the step size of the weights fall from its first value to zero in so many steps."""
@@ -249,20 +249,19 @@ class Trainer:
         must not change the run: the generator's state is restored.
         """
         self.model.eval()
-        totals = {"loss": 0.0}
+        found: dict[str, list[Tensor]] = {"loss": []}
         if not self.settings.evidence.is_regression:
-            totals["accuracy"] = 0.0
-        count = 0
+            found["accuracy"] = []
+        sizes: list[int] = []
         with torch.random.fork_rng(devices=[]):
             for data in loader:
                 x, y = self._batch(data)
                 outputs = self.model(x)
-                totals["loss"] += self._criterion(outputs, y).item() * len(y)
-                if "accuracy" in totals:
-                    correct = (outputs.argmax(-1) == y).double()
-                    totals["accuracy"] += correct.mean().item() * len(y)
-                count += len(y)
-        return {name: finite(total / count) for name, total in totals.items()}
+                found["loss"].append(self._criterion(outputs, y))
+                if "accuracy" in found:
+                    found["accuracy"].append((outputs.argmax(-1) == y).double().mean())
+                sizes.append(len(y))
+        return {name: finite(_mean(values, sizes)) for name, values in found.items()}
 
     def _record(
         self,
@@ -339,6 +338,14 @@ class Trainer:
         self.losses = state["losses"]
         self.history = state["history"]
         self.search = state["search"]
+
+
+def _mean(values: Sequence[Tensor], sizes: Sequence[int]) -> float:
+    """Return the mean of what batches of these sizes have on average, NaN without any."""
+    if not values:
+        return float("nan")
+    numbers = torch.cat([value.reshape(1) for value in values]).tolist()
+    return sum(number * size for number, size in zip(numbers, sizes, strict=True)) / sum(sizes)
 
 
 def _summary(precisions: Tensor) -> list[float]:
