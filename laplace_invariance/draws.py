@@ -299,7 +299,7 @@ def uniform(
     """Return independent uniform draws from ``[low, high)``."""
     device = like.device if generator is None else generator.device
     draws = torch.rand(shape, generator=generator, device=device, dtype=like.dtype)
-    return ((high - low) * draws + low).to(like.device)
+    return ((high - low) * draws + low).to(like.device, non_blocking=True)
 
 
 def sample_cube(
@@ -344,7 +344,8 @@ def fixed_cube(n_samples: int, dimensions: int, like: Tensor) -> Tensor:
     """Return one set ``[1, n_samples, k]`` like ``"sobol"``, always the same, at midpoints."""
     seeded = torch.Generator().manual_seed(SOBOL_SEED)
     shift = torch.randint(n_samples, (1, 1, dimensions), generator=seeded)
-    return 2 * (_exchanged(n_samples, shift).to(like) + 0.5) / n_samples - 1
+    shift = shift.to(like.device, non_blocking=True)
+    return 2 * (_exchanged(n_samples, shift).to(like.dtype) + 0.5) / n_samples - 1
 
 
 def grid_cube(n_samples: int, dimensions: int, active: Sequence[int], like: Tensor) -> Tensor:
@@ -363,7 +364,8 @@ def grid_cube(n_samples: int, dimensions: int, active: Sequence[int], like: Tens
         )
     midpoints = (2 * torch.arange(side, device=draws.device, dtype=draws.dtype) + 1) / side - 1
     axes = torch.meshgrid(*[midpoints] * len(active), indexing="ij")
-    draws[0, :, list(active)] = torch.stack([axis.flatten() for axis in axes], dim=-1)
+    for dimension, axis in zip(active, axes, strict=True):
+        draws[0, :, dimension] = axis.flatten()
     return draws
 
 
@@ -371,18 +373,21 @@ def _exchanged(n_samples: int, shift: Tensor) -> Tensor:
     """Return the parts ``[n, n_samples, k]`` in which draws lie, exchanged by ``[n, 1, k]``."""
     dimensions = shift.shape[-1]
     if n_samples & (n_samples - 1) == 0:  # a power of two
-        return _sobol_parts(dimensions, n_samples).to(shift.device) ^ shift
-    return (_sobol_ranks(dimensions, n_samples).to(shift.device) + shift) % n_samples
+        return _sobol_parts(dimensions, n_samples, shift.device) ^ shift
+    return (_sobol_ranks(dimensions, n_samples, shift.device) + shift) % n_samples
+
+
+# Made on the CPU, on which they are the same everywhere, and kept on every device that asks.
 
 
 @lru_cache(maxsize=32)
-def _sobol_parts(dimensions: int, n: int) -> Tensor:
+def _sobol_parts(dimensions: int, n: int, device: torch.device) -> Tensor:
     """Return in which part of each axis the first ``n`` Sobol points lie: ``[n, k]``."""
-    return (SobolEngine(dimensions).draw(n, dtype=torch.float64) * n).long()
+    return (SobolEngine(dimensions).draw(n, dtype=torch.float64) * n).long().to(device)
 
 
 @lru_cache(maxsize=32)
-def _sobol_ranks(dimensions: int, n: int) -> Tensor:
+def _sobol_ranks(dimensions: int, n: int, device: torch.device) -> Tensor:
     """Return the ranks of ``n`` scrambled Sobol points along each axis: ``[n, k]``."""
     points = SobolEngine(dimensions, scramble=True, seed=SOBOL_SEED).draw(n, dtype=torch.float64)
-    return points.argsort(0).argsort(0)
+    return points.argsort(0).argsort(0).to(device)

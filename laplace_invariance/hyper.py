@@ -217,12 +217,13 @@ class StepGuard:
         Raises:
             FloatingPointError: If too many steps of this kind were skipped in a row.
         """
-        if objective is not None and not torch.isfinite(objective).all():
-            self.skip(kind, "the objective is not finite")
-            return False
-        gradients = [tensor.grad for tensor in learnt if tensor.grad is not None]
-        if not all(torch.isfinite(gradient).all() for gradient in gradients):
-            self.skip(kind, "a gradient is not finite")
+        checked = [tensor.grad for tensor in learnt if tensor.grad is not None]
+        if objective is not None:
+            checked.append(objective)
+        if not _all_finite(checked):
+            is_objective = objective is not None and not torch.isfinite(objective).all()
+            cause = "the objective" if is_objective else "a gradient"
+            self.skip(kind, f"{cause} is not finite")
             return False
         self._in_a_row[kind] = 0
         return True
@@ -254,6 +255,17 @@ class StepGuard:
         """Put back counts that :meth:`state_dict` returned."""
         self.skipped.update(state["skipped"])
         self._in_a_row.update(state["in_a_row"])
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all tensors are finite.
+
+    One question is asked on each device, as every answer of a GPU has to be waited for.
+    """
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+    return all(torch.stack(flags).all() for flags in found.values())
 
 
 class Learner:

@@ -41,6 +41,7 @@ SHEARS = {
 
 
 TAYLOR = [1 / math.factorial(k) for k in range(13)]
+MOST_SQUARINGS = 8  # where the norm is not looked at; enough for norms up to 128
 
 
 def matrix_exponential(matrices: Tensor) -> Tensor:
@@ -50,11 +51,17 @@ def matrix_exponential(matrices: Tensor) -> Tensor:
     round-off of double precision. Differentiating it takes half the time that
     ``torch.linalg.matrix_exp`` does, which decomposes matrices of twice the size for that.
     """
-    norm = matrices.detach().abs().sum(-1).amax().item()
-    n_squarings = 0
-    if 0.5 < norm < math.inf:
-        n_squarings = math.ceil(math.log2(2 * norm))
-    x = matrices / 2**n_squarings
+    norms = matrices.detach().abs().sum(-1, keepdim=True).amax(-2, keepdim=True)
+    n_squarings, needed = 0, None
+    if matrices.device.type == "cpu":
+        norm = norms.amax().item()
+        if 0.5 < norm < math.inf:
+            n_squarings = math.ceil(math.log2(2 * norm))
+        x = matrices / 2**n_squarings
+    else:  # to look at norms is to wait for a GPU; each matrix is squared as often as it needs
+        needed = torch.log2(2 * norms).ceil().clamp(0, MOST_SQUARINGS)
+        n_squarings = MOST_SQUARINGS
+        x = matrices * torch.exp2(-needed)
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     square = x @ x
     cube = square @ x
@@ -62,8 +69,9 @@ def matrix_exponential(matrices: Tensor) -> Tensor:
     for k in (9, 6, 3, 0):
         part = TAYLOR[k] * identity + TAYLOR[k + 1] * x + TAYLOR[k + 2] * square
         result = part + cube @ result
-    for _ in range(n_squarings):
-        result = result @ result
+    for k in range(n_squarings):
+        squared = result @ result
+        result = squared if needed is None else torch.where(needed > k, squared, result)
     return result
 
 

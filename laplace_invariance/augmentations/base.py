@@ -415,7 +415,8 @@ class BoxAugmentation(Augmentation):
     @torch.no_grad()
     def magnitudes(self) -> dict[str, float]:
         """Return the largest magnitude that each coefficient can take, by name."""
-        reach = self.coefficients(torch.eye(len(self.names)).to(self.eta)).abs().sum(0)
+        units = torch.eye(len(self.names), dtype=self.eta.dtype, device=self.eta.device)
+        reach = self.coefficients(units).abs().sum(0)
         return dict(zip(self.names, reach.tolist(), strict=True))
 
     def ranges(self, shape: Shape | None = None) -> dict[str, str]:

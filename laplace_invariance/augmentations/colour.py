@@ -38,8 +38,8 @@ def hue_rotations(angles: Tensor) -> Tensor:
     Returns:
         Matrices ``[..., 3, 3]``.
     """
-    cross = angles.new_tensor([[0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / math.sqrt(3)
     identity = torch.eye(3, dtype=angles.dtype, device=angles.device)
+    cross = (identity.roll(1, 0) - identity.roll(-1, 0)) / math.sqrt(3)
     cos, sin = angles.cos()[..., None, None], angles.sin()[..., None, None]
     return cos * identity + (1 - cos) / 3 + sin * cross
 

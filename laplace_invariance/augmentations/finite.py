@@ -99,9 +99,12 @@ class FiniteGroup(Augmentation):
             raise ValueError(
                 f"quarter turns need square images, got {list(x.shape)}; choose elements='flips'"
             )
-        if len(draws) == 1:  # the same elements for all images
+        # the same elements for all images; on a GPU, to ask which would be to wait for it
+        if len(draws) == 1 and draws.device.type == "cpu":
             return torch.stack([ELEMENTS[self.names[i]](x) for i in draws[0].tolist()], dim=1)
         elements = torch.stack([ELEMENTS[name](x) for name in self.names], dim=1)
+        if len(draws) == 1:
+            return elements.index_select(1, draws[0])
         return elements[torch.arange(len(x), device=x.device).unsqueeze(1), draws]
 
     def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:

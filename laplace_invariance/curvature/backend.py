@@ -169,22 +169,22 @@ class AugmentedCurvature(CurvatureInterface):
         The draws of samples are fresh.
         """
         matched = self._prepare(x)
-        gradients, loss = [], torch.zeros(())
+        gradients, losses = [], []
         with torch.enable_grad():
             for chunk in self._split(x, matched, explicit=True):
                 targets = y[chunk.rows]
                 with chunk.draws(), self._trace(chunk.x, matched) as trace:
                     column = self._loss_gradient(trace.outputs, targets).detach()
                     gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
-                    loss = loss.to(column) + self.lossfunc(trace.outputs, targets).detach()
-        return torch.cat(gradients), loss
+                    losses.append(self.lossfunc(trace.outputs, targets).detach())
+        return torch.cat(gradients), torch.stack(losses).sum()
 
     # A batch: what is matched, how it is split, and the sum over its parts.
 
     def _prepare(self, x: Any) -> Match:
         """Check the inputs, and match parameters with layers on the first of them."""
-        chunks.check_finite(x)
         matched = self._last_match
+        chunks.check_finite(x, first=matched is None)
         # one input does not show whether the first axis is that of the batch
         if matched is None or matched.n_inputs < min(2, chunks.batch_size(x, self.dict_key_x)):
             two = chunks.part_of(x, slice(2), self.dict_key_x)

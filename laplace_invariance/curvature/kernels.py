@@ -183,7 +183,8 @@ class _LogDeterminant(torch.autograd.Function):
 
 def _by_cholesky(kernels: Tensor, invert: bool) -> tuple[Tensor, Tensor | None]:
     """Return ``sum log det(I + K)`` and, if asked for, the inverses."""
-    root, failed = torch.linalg.cholesky_ex(kernels + torch.eye(kernels.shape[-1]).to(kernels))
+    identity = torch.eye(kernels.shape[-1], dtype=kernels.dtype, device=kernels.device)
+    root, failed = torch.linalg.cholesky_ex(kernels + identity)
     if failed.any():
         return _by_eigenvalues(kernels)
     value = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum()

@@ -95,7 +95,7 @@ class DifferentiableKron(Kron):
     def to_matrix(self) -> Tensor:
         """Return the dense matrix; for tests and small models."""
         diagonal = self.diag()
-        return self._bmm(torch.eye(len(diagonal)).to(diagonal).unsqueeze(0))[0]
+        return self._bmm(_identity(len(diagonal), diagonal).unsqueeze(0))[0]
 
     def logdet(self) -> Tensor:
         """Return the log determinant."""
@@ -241,7 +241,8 @@ class DifferentiableKronDecomposed(KronDecomposed):
         self._eigenvectors = [eigenvectors]  # shared with scaled and shifted copies
         self.unscaled_eigenvalues = eigenvalues
         self.factors = factors
-        self.scale = torch.as_tensor(scale).to(eigenvalues[0][0])
+        like = eigenvalues[0][0]
+        self.scale = scale.to(like) if isinstance(scale, Tensor) else like.new_full((), scale)
         self.damping = False
         self.deltas = eigenvalues[0][0].new_zeros(len(eigenvalues))
         if deltas is not None:
@@ -333,7 +334,11 @@ class DifferentiableKronDecomposed(KronDecomposed):
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """Return the dense matrix to the power ``exponent``; for tests and small models."""
         total = sum(spectrum.numel() for spectrum in self.spectra())
-        return self._bmm(torch.eye(total).to(self.deltas).unsqueeze(0), exponent)[0]
+        return self._bmm(_identity(total, self.deltas).unsqueeze(0), exponent)[0]
+
+
+def _identity(size: int, like: Tensor) -> Tensor:
+    return torch.eye(size, dtype=like.dtype, device=like.device)
 
 
 def _rotate(x: Tensor, vectors: Sequence[Tensor | None]) -> Tensor:

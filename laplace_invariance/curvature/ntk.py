@@ -135,7 +135,9 @@ class TangentKernelBound:
             Scalar, differentiable once in prior precisions, factor and hyperparameters; its
             gradients are known by then, and nothing else is kept.
         """
-        factor = torch.as_tensor(factor).to(prior_precision)
+        if not isinstance(factor, Tensor):
+            factor = prior_precision.new_full((), factor)
+        factor = factor.to(prior_precision)
         given = [prior_precision, factor]
 
         def terms(trace: Trace, precision: Tensor, factor: Tensor) -> list[Tensor]:

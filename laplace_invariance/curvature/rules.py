@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -309,7 +310,10 @@ def embedding(module: nn.Embedding) -> Iterator[AnyBlock]:
         return vectors
 
     def counts(tokens: Tensor) -> Tensor:
-        total = tokens.flatten().bincount(minlength=module.num_embeddings).to(module.weight.dtype)
+        # not bincount, which lets the host wait for the largest token
+        flat = tokens.flatten().long()
+        zeros = flat.new_zeros(module.num_embeddings)
+        total = zeros.scatter_add_(0, flat, torch.ones_like(flat)).to(module.weight.dtype)
         if module.padding_idx is not None:
             total[module.padding_idx] = 0
         return total

@@ -32,10 +32,10 @@ CHOICES = {
 }
 
 
-def grid_points(height: int, width: int) -> Tensor:
+def grid_points(height: int, width: int, device: torch.device | None = None) -> Tensor:
     """Return the positions ``[height * width, 2]`` of a grid, row by row, around its middle."""
-    rows = torch.arange(height, dtype=torch.float64) - (height - 1) / 2
-    columns = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    rows = torch.arange(height, dtype=torch.float64, device=device) - (height - 1) / 2
+    columns = torch.arange(width, dtype=torch.float64, device=device) - (width - 1) / 2
     return torch.cartesian_prod(rows, columns)
 
 
@@ -71,6 +71,11 @@ def _jittered(kernel: Tensor) -> Tensor:
     return kernel + JITTER * torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
 
 
+def _solved(kernel: Tensor, right: Tensor) -> Tensor:
+    """Return ``(K + 1e-4 I)^-1 B``; the matrix is never singular, so nobody waits to be told."""
+    return torch.linalg.solve_ex(_jittered(kernel), right).result
+
+
 def basis_matrix(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
     """Return the basis functions ``Phi`` ``[M, T]``.
 
@@ -84,7 +89,7 @@ def basis_matrix(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
     if kind == "exponential":
         return k_zt
     k_zz = _kernel(omega, _squared_distances(z, z))
-    return torch.linalg.solve(_jittered(k_zz), k_zt)
+    return _solved(k_zz, k_zt)
 
 
 def basis_derivative(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
@@ -100,8 +105,8 @@ def basis_derivative(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
     squared = _squared_distances(z, z)
     k_zz = _kernel(omega, squared)
     dk_zz = -omega * squared * k_zz
-    phi = torch.linalg.solve(_jittered(k_zz), k_zt)
-    return torch.linalg.solve(_jittered(k_zz), dk_zt - dk_zz @ phi)
+    phi = _solved(k_zz, k_zt)
+    return _solved(k_zz, dk_zt - dk_zz @ phi)
 
 
 class Basis(Hyperparameterised):
@@ -190,7 +195,7 @@ class Basis(Hyperparameterised):
     def _evaluate(self, function: Callable[..., Tensor], omega: Tensor, anchors: Tensor) -> Tensor:
         # In double precision, whatever that of the weights: neighbouring rows of a smooth kernel
         # are nearly the same.
-        points = grid_points(*self.grid).to(omega.device)
+        points = grid_points(*self.grid, omega.device)
         values = function(self.kind, omega.double(), anchors.double(), points)
         return values.to(omega.dtype).contiguous()
 
@@ -198,12 +203,13 @@ class Basis(Hyperparameterised):
         """Return ``Phi`` ``[M, T]``.
 
         It is differentiable in ``omega`` if that is a weight and, inside ``differentiable()``,
-        in hyperparameters. Where nothing is to be differentiated it is computed only after
-        ``omega`` or ``anchors`` changed.
+        in hyperparameters. Where nothing is to be differentiated it is computed, on a CPU, only
+        after ``omega`` or ``anchors`` changed; on a GPU, to compare them would be to wait for it.
         """
         omega = self._current("omega")
         anchors = self._current("anchors")
-        if torch.is_grad_enabled() and (omega.requires_grad or anchors.requires_grad):
+        differentiate = torch.is_grad_enabled() and (omega.requires_grad or anchors.requires_grad)
+        if differentiate or omega.device.type != "cpu":
             return self._evaluate(basis_matrix, omega, anchors)
         if self._cache is not None:
             kept_omega, kept_anchors, kept = self._cache
@@ -229,8 +235,9 @@ class Basis(Hyperparameterised):
         if "omega" in self._hyperparameter_names:
             self.omega.abs_()
         if "anchors" in self._hyperparameter_names:
-            corner = grid_points(*self.grid)[-1].to(self.anchors)
-            self.anchors.clamp_(-corner, corner)
+            for axis, size in enumerate(self.grid):
+                corner = (size - 1) / 2
+                self.anchors[:, axis].clamp_(-corner, corner)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cache": None}

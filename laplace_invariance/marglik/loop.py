@@ -194,7 +194,8 @@ class Trainer:
             batches: Inputs and targets of every step, as a loader yields them.
         """
         self.model.train()
-        total, count = 0.0, 0
+        losses: list[Tensor] = []  # looked at in the end, as a GPU would have to be waited for
+        sizes: list[int] = []
         for data, share in self._ranks.batches(batches, self.settings.data.dict_key_y):
             x, y = self._batch(data)
             self._zero_grad()
@@ -207,15 +208,15 @@ class Trainer:
             if self._step(loss):
                 if self._follows:
                     self.estimator.follow()
-                total += loss.item() * share.n
-                count += share.n
+                losses.append(loss)
+                sizes.append(share.n)
             else:
                 for buffer, kept in zip(self._statistics, statistics, strict=True):
                     buffer.copy_(kept)
             if self._scheduler is not None:
                 self._scheduler.step()
         self._zero_grad()
-        return total / count if count else float("nan")
+        return _mean(losses, sizes)
 
     def _loss(self, x: Any, y: Tensor, share: Share, statistics: Sequence[Tensor]) -> Tensor:
         """Return the loss of a batch, whose gradients are then in weights and hyperparameters.
@@ -226,8 +227,7 @@ class Trainer:
         weight = share.n_counted / share.n
         loss = weight * self._objective.training_loss(self.model, self._criterion, x, y)
         loss = loss + self.priors.penalty(self.settings.data.n_data) / share.size
-        if torch.isfinite(loss):
-            loss.backward()
+        loss.backward()
         loss = loss.detach()
         if share.size == 1:
             return loss
@@ -289,22 +289,23 @@ class Trainer:
         must not change the run: the generator's state is restored.
         """
         self.model.eval()
-        measured = ["loss", "count"]
+        found: dict[str, list[Tensor]] = {"loss": []}
         if not self.settings.evidence.is_regression:
-            measured.append("accuracy")
-        totals = torch.zeros(len(measured), dtype=torch.float64)
+            found["accuracy"] = []
+        sizes: list[int] = []
         with torch.random.fork_rng(devices=[]):
             for data, share in self._ranks.batches(loader, self.settings.data.dict_key_y):
                 x, y = self._batch(data)
                 outputs = self.model(x)
-                found = [self._criterion(outputs, y).item(), 1.0]
-                if "accuracy" in measured:
-                    found.append((outputs.argmax(-1) == y).double().mean().item())
-                totals += share.n_counted * torch.tensor(found, dtype=torch.float64)
-        (totals,) = self._ranks.sum([totals])
-        means = dict(zip(measured, (totals / totals[1]).tolist(), strict=True))
-        del means["count"]
-        return {name: finite(mean) for name, mean in means.items()}
+                found["loss"].append(self._criterion(outputs, y))
+                if "accuracy" in found:
+                    found["accuracy"].append((outputs.argmax(-1) == y).double().mean())
+                sizes.append(share.n_counted)
+        weights = torch.tensor(sizes, dtype=torch.float64, device=self._weights[0].device)
+        sums = [(torch.stack(values).double() * weights).sum() for values in found.values()]
+        total, *sums = self._ranks.sum([weights.sum(), *sums])
+        means = (torch.stack(sums) / total).tolist()
+        return {name: finite(mean) for name, mean in zip(found, means, strict=True)}
 
     def _record(
         self,
@@ -381,6 +382,14 @@ class Trainer:
         self.losses = state["losses"]
         self.history = state["history"]
         self.search = state["search"]
+
+
+def _mean(values: Sequence[Tensor], sizes: Sequence[int]) -> float:
+    """Return the mean of what batches of these sizes have on average, NaN without any."""
+    if not values:
+        return float("nan")
+    numbers = torch.cat([value.reshape(1) for value in values]).tolist()
+    return sum(number * size for number, size in zip(numbers, sizes, strict=True)) / sum(sizes)
 
 
 def _summary(precisions: Tensor) -> list[float]:

@@ -90,7 +90,7 @@ class Augerino(Objective):
                 "wrap the network in InvariantModel(net, augmentation)"
             )
         with differentiable():
-            widths = [module.half_widths()[list(module.learnt)] for module in augmentations]
+            widths = [module.half_widths() * module.learnt_mask for module in augmentations]
             return criterion(model(x), y) - self.strength * torch.cat(widths).norm()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.rules import AnyBlock, ElementwiseBlock, Map, MatrixBlock
+from laplace_invariance.curvature.trace.parts import Answers
 from laplace_invariance.curvature.trace.uses import Uses
 from laplace_invariance.invariant import LEVELS, Levels
 
@@ -85,6 +86,7 @@ class Layers:
         constants: Buffers of the model.
         copies: Whether to keep copies of inputs and outputs, for models that overwrite them.
         keywords: Type of a layer that was called with its input as a keyword argument, if any.
+        answers: What was found out about the parameters that are used outside of layers.
     """
 
     blocks: dict[nn.Module, list[tuple[int, AnyBlock]]]
@@ -92,6 +94,7 @@ class Layers:
     constants: list[Tensor] = field(default_factory=list)
     copies: bool = False
     keywords: str | None = None
+    answers: Answers = field(default_factory=Answers)
 
     def call(self, blocks: list[tuple[int, AnyBlock]], x: Tensor, output: Tensor) -> Call:
         """Return the record of a call that is being made."""
@@ -124,7 +127,8 @@ class Layers:
 
         handles = [module.register_forward_hook(hook, with_kwargs=True) for module in self.blocks]
         try:
-            with Uses(self.used, self.constants, record) if self.used else nullcontext():
+            uses = Uses(self.used, self.constants, record, self.answers) if self.used else None
+            with uses or nullcontext():
                 yield calls
         finally:
             for handle in handles:

@@ -63,10 +63,18 @@ def batch_size(x: Any, key: str) -> int:
     return len(x[key] if isinstance(x, MutableMapping) else x)
 
 
-def check_finite(x: Any) -> None:
-    """Raise unless all numbers of the inputs are finite."""
+def check_finite(x: Any, first: bool) -> None:
+    """Raise unless all numbers of the inputs are finite.
+
+    Args:
+        x: Inputs ``[n, ...]``, or a mapping with such tensors in it.
+        first: Whether they are the first that a backend sees. Others are looked at on a CPU only,
+            as a GPU would have to be waited for; they make the evidence NaN.
+    """
     for tensor in x.values() if isinstance(x, MutableMapping) else [x]:
         numbers = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if numbers and not first and tensor.device.type != "cpu":
+            continue
         # one number that is not finite makes the sum so; finite ones may do so as well, rarely
         if numbers and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
             raise ValueError(
@@ -129,7 +137,7 @@ def sum_over(
     users = _originals(match, hyper) if copied else {}
     weights = match.guards.weights() if hyper else None
     walks = match.guards.walks()
-    n_walks = 0
+    n_walks = n_pulled = 0
 
     def evaluate() -> list[Tensor]:
         totals: list[Tensor] = []
@@ -144,12 +152,16 @@ def sum_over(
         return totals
 
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-        nonlocal n_walks
+        nonlocal n_walks, n_pulled
         n_walks = walks.count(n_walks, [*hyper, *users.values()])
+        n_pulled += 1
         assert weights is not None
-        match.guards.check_weights(weights)
+        factor = match.guards.check_weights(weights, first=n_pulled > walks.latest)
+        walks.latest = max(walks.latest, n_pulled)
         trim()
         _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
+        if factor is not None:
+            gradients = [factor * gradient for gradient in gradients]
         theirs = [gradients[i].to(tensor, copy=True) for i, tensor in users.items()]
         return [*gradients, *theirs]
 

@@ -346,7 +346,8 @@ class _Truth:
     def __init__(self, outputs: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         self.outputs = outputs
         self.parameters = parameters
-        self.direction = torch.sin(torch.arange(1, outputs.shape[-1] + 1).to(outputs))
+        numbers = torch.arange(1, outputs.shape[-1] + 1, device=outputs.device)
+        self.direction = torch.sin(numbers.to(outputs.dtype))
         self.gradients = [outputs.new_empty(len(outputs), p.numel()) for p in parameters]
         for i, row in enumerate(outputs):
             for found, gradient in zip(

@@ -30,7 +30,7 @@ from laplace_invariance.curvature.rules import (
     last_axes,
     positions_last,
 )
-from laplace_invariance.curvature.trace.parts import ELSEWHERE, Part, places_of, spread
+from laplace_invariance.curvature.trace.parts import ELSEWHERE, Answers, Part, whole
 
 __all__ = ["Uses"]
 
@@ -77,18 +77,24 @@ class Uses(TorchFunctionMode):
         buffers: Tensors that are constants of the model, not data.
         record: Called with input, output and blocks of an operation; returns the output that the
             model goes on with.
+        answers: What earlier passes found out about the parameters.
     """
 
     def __init__(
-        self, parameters: Mapping[int, nn.Parameter], buffers: Sequence[Tensor], record: Record
+        self,
+        parameters: Mapping[int, nn.Parameter],
+        buffers: Sequence[Tensor],
+        record: Record,
+        answers: Answers,
     ) -> None:
         super().__init__()
         self._record = record
+        self._answers = answers
         self._known: dict[int, list[Part]] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of a known one
         self._constants = {id(buffer) for buffer in buffers}
         for index, parameter in parameters.items():
-            self._know(parameter, [Part(index, parameter, places_of(parameter))])
+            self._know(parameter, [whole(index, parameter)])
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -138,19 +144,31 @@ class Uses(TorchFunctionMode):
             if name not in COPYING and name != "data":
                 moved = func(part.map, *rest, **kwargs)
             pieces = [moved] if isinstance(moved, Tensor) else list(moved)
-            for piece, own in zip(pieces, found, strict=True):
-                own.append(Part(part.index, part.parameter, piece))
+            given = [tuple(rest[0].shape)] if name.endswith("_as") and rest else rest
+            step = (name, self._named(given), self._named(kwargs))
+            for i, (piece, own) in enumerate(zip(pieces, found, strict=True)):
+                own.append(part.moved(piece, *step, i))
         for one, own in zip(outputs, found, strict=True):
             self._know(one, own)
         return output
+
+    def _named(self, value: Any) -> Any:
+        """Return arguments with constants of the model by their names, for histories."""
+        if isinstance(value, Tensor) and id(value) in self._constants:
+            return ("constant", id(value), value._version)
+        if isinstance(value, list | tuple):
+            return [self._named(entry) for entry in value]
+        if isinstance(value, dict):
+            return {name: self._named(entry) for name, entry in value.items()}
+        return value
 
     def _on_embedding(
         self, func: Any, places: Tensor, weight: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """A gather of rows, where an embedding is called once for all inputs."""
         output = func(places, weight, *args, **kwargs)
-        parts = [Part(p.index, p.parameter, p.map[places]) for p in self._parts(weight)]
-        self._know(output, parts)
+        step = ("embedding", self._named(places))
+        self._know(output, [part.moved(part.map[places], *step) for part in self._parts(weight)])
         return output
 
     # Meeting data.
@@ -180,10 +198,8 @@ class Uses(TorchFunctionMode):
         data = [t for t in terms if not self._parts(t) and not self._is_constant(t)]
         if data:
             return self._meet(output, data[0], parts)
-        maps = [part.map.expand(output.shape) for part in parts]
-        self._know(
-            output, [Part(p.index, p.parameter, m) for p, m in zip(parts, maps, strict=True)]
-        )
+        shape = tuple(output.shape)
+        self._know(output, [part.moved(part.map.expand(shape), "sum", shape) for part in parts])
         return output
 
     def _is_constant(self, value: Any) -> bool:
@@ -193,7 +209,7 @@ class Uses(TorchFunctionMode):
         self, output: Tensor, x: Tensor, parts: list[Part], sign: int = 1, is_factor: bool = False
     ) -> Tensor:
         """Record that parts were added to data, or multiplied with it."""
-        found = [(p.index, spread(p, output.shape, sign, is_factor)) for p in parts]
+        found = [(p.index, self._answers.spread(p, output.shape, sign, is_factor)) for p in parts]
         return self._record(x, output, [(i, block) for i, block in found if block is not None])
 
     def _on_mul(self, func: Any, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +245,7 @@ class Uses(TorchFunctionMode):
             for part in self._parts(tensor):
                 place = part.map.new_full(output.shape, ELSEWHERE)
                 place.narrow(dim, start, size).copy_(part.map)
-                found.append(Part(part.index, part.parameter, place))
+                found.append(part.moved(place, "cat", dim, start, tuple(output.shape)))
             start += size
         if all(self._parts(tensor) or self._is_constant(tensor) for tensor in tensors):
             self._know(output, found)
@@ -269,12 +285,13 @@ class Uses(TorchFunctionMode):
         """Record a product with a matrix, stored ``[d_out, d_in]`` or transposed."""
         blocks: list[tuple[int, AnyBlock]] = []
         for part in self._parts(weight):
-            if part.is_matrix or part.is_transposed:
-                stored = transposed if part.is_matrix else not transposed
+            is_matrix = self._answers.is_matrix(part)
+            if is_matrix or self._answers.is_transposed(part):
+                stored = transposed if is_matrix else not transposed
                 matrix = MatrixBlock("", positions_last, positions_last, transposed=stored)
                 blocks.append((part.index, matrix))
         for part in self._parts(bias):
-            block = spread(part, output.shape, 1, False)
+            block = self._answers.spread(part, output.shape, 1, False)
             if block is not None:
                 blocks.append((part.index, block))
         return self._record(x, output, blocks)
@@ -297,7 +314,8 @@ class Uses(TorchFunctionMode):
         blocks: list[tuple[int, AnyBlock]] = []
         for block in convolution(module):
             tensor = weight if isinstance(block, MatrixBlock) else module.bias
-            blocks += [(p.index, block) for p in self._parts(tensor) if p.is_in_order]
+            found = [part for part in self._parts(tensor) if self._answers.is_in_order(part)]
+            blocks += [(part.index, block) for part in found]
         return self._record(x, output, blocks)
 
     _on_conv1d = _on_conv2d = _on_conv3d = _on_conv
@@ -370,11 +388,11 @@ class Uses(TorchFunctionMode):
         """Record ``weight * normalise(x) + bias``."""
         blocks: list[tuple[int, AnyBlock]] = []
         for part in self._parts(weight):
-            if part.is_in_order:
+            if self._answers.is_in_order(part):
                 block = ElementwiseBlock("", lambda x: shape(normalise(x)), shape)
                 blocks.append((part.index, block))
         for part in self._parts(bias):
-            if part.is_in_order:
+            if self._answers.is_in_order(part):
                 blocks.append((part.index, ElementwiseBlock("", None, shape)))
         return self._record(x, output, blocks)
 
