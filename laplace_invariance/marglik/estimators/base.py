@@ -20,6 +20,7 @@ from laplace_invariance.marglik.approximation import (
     learnt_hyperparameters,
     replayable,
 )
+from laplace_invariance.marglik.estimators.progress import Shown
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.settings import Record, Settings
 
@@ -213,7 +214,7 @@ class RunningEstimator:
         totals: list[Tensor] = []
         n_seen = 0
         with replayable(seed):
-            for data in loader:
+            for data in self._shown(loader):
                 x, y = self.approximation.batch(data)
                 found = self.approximation.curvature(x, y)
                 totals = list(map(torch.add, totals, found)) if totals else found
@@ -307,8 +308,12 @@ class RunningEstimator:
         approximation = self._approximate(options, enable_backprop=enable_backprop)
         la = approximation.la
         with constant(learnt_hyperparameters(la.model)), replayable(SEED, signs):
-            la.fit(self._settings.data.ordered_loader)
+            la.fit(self._shown(self._settings.data.ordered_loader))
         return approximation
+
+    def _shown(self, loader: Any) -> Shown:
+        """Return a loader with a progress bar, if the user wants one and the pass takes long."""
+        return Shown(loader, "curvature", self._settings.output.progress_bar)
 
     # Steps that estimators share.
 

@@ -83,7 +83,7 @@ class _Refitting(RunningEstimator):
     def _batches(self, seed: int) -> Iterator[tuple[int, Any, Tensor]]:
         """Yield index, inputs and targets of all batches, each inside draws of its own."""
         next(iter(self._loader))  # as laplace does, so that a shuffled loader goes on as there
-        for index, data in enumerate(self._loader):
+        for index, data in enumerate(self._shown(self._loader)):
             with replayable(seed + index):
                 yield index, *self.approximation.batch(data)
 

@@ -89,7 +89,8 @@ def plan(
     keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
     with evaluation(model), torch.random.fork_rng(devices=[]):
         batch = _first_batch(model, loader, **keys)
-        planner = _Planner(model, likelihood, backend, dict(backend_kwargs or {}), keys, batch)
+        own = deepcopy(model)  # layers may keep what they computed, here of shapes alone
+        planner = _Planner(own, likelihood, backend, dict(backend_kwargs or {}), keys, batch)
         options = planner.options(hessian_structure, subset_of_weights)
         choices = tuple(choice for option in options for choice in planner.choices(option))
         if memory is None:
@@ -103,9 +104,7 @@ def plan(
     return Plan(choices, planner.step.peak, memory, text, recommended)
 
 
-def _check(
-    structure: str | None, subset: str | None, backend: Any, memory: int | None
-) -> None:
+def _check(structure: str | None, subset: str | None, backend: Any, memory: int | None) -> None:
     if structure not in (None, "kron", "diag", "full"):
         raise ValueError(f"hessian_structure must be 'kron', 'diag' or 'full', got {structure!r}")
     if subset not in (None, "all", "last_layer"):
@@ -116,9 +115,7 @@ def _check(
         raise ValueError(f"memory must be a positive number of bytes, got {memory}")
 
 
-def _first_batch(
-    model: nn.Module, loader: DataLoader, dict_key_x: str, dict_key_y: str
-) -> Batch:
+def _first_batch(model: nn.Module, loader: DataLoader, dict_key_x: str, dict_key_y: str) -> Batch:
     """Return the first batch, on the device of the model."""
     data = next(iter(loader), None)
     if data is None:
@@ -154,6 +151,8 @@ class _Planner:
         self._last_layer: str | None = None
         whole = self._made({}, "all")
         matched = whole._prepare(batch.x)
+        with torch.no_grad():  # so that what is kept of draws, for later calls as well, has numbers
+            model(part_of(batch.x, slice(2), keys["dict_key_x"]))
         self._n_outputs = matched.n_outputs
         self._n_samples = matched.n_samples()
         self.step = training_step(whole, batch)

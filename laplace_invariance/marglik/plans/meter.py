@@ -68,6 +68,10 @@ class Meter(TorchDispatchMode):
         self._peak = 0
         self._work = 0.0
 
+    def ignore(self, tensor: Tensor) -> None:
+        """Do not count the storage of a tensor."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
     def spent(self, function: Callable[[], Result]) -> Spent[Result]:
         """Call a function, and return what it took beyond what was there before."""
         start, work = self._now, self._work
@@ -117,15 +121,14 @@ def on_shapes(free: Iterable[Tensor] = ()) -> Iterator[tuple[Meter, Callable[[Te
         The meter of what runs, and a function that returns the shape of a real tensor as a tensor.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shapes = [mode.from_tensor(tensor) for tensor in free]
-    meter = Meter(shapes)
+    meter = Meter([mode.from_tensor(tensor) for tensor in free])
+
+    def shape_of(tensor: Tensor) -> Tensor:
+        shape = mode.from_tensor(tensor)
+        meter.ignore(shape)
+        return shape
+
     with mode, meter:
-
-        def shape_of(tensor: Tensor) -> Tensor:
-            shape = mode.from_tensor(tensor)
-            meter._known.add(shape.untyped_storage()._cdata)
-            return shape
-
         yield meter, shape_of
 
 
