@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         learn_augmentation,
         log_evidence,
         marglik_training,
+        plan,
         suggest,
     )
     from laplace_invariance.marglik.profiles import profile
@@ -62,6 +63,7 @@ __all__ = [
     "marglik_training",
     "metrics",
     "named_hyperparameters",
+    "plan",
     "profile",
     "suggest",
 ]
@@ -98,6 +100,7 @@ _HOMES = {
     "log_evidence": "marglik",
     "marglik_training": "marglik",
     "named_hyperparameters": "hyper",
+    "plan": "marglik",
     "profile": "marglik",
     "suggest": "marglik",
 }

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from laplace.curvature.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -33,6 +32,7 @@ from laplace_invariance.experiments.base import (
     image_model,
     load_transformed,
     network_name,
+    say,
     seeded,
     training_seconds,
 )
@@ -48,6 +48,7 @@ from laplace_invariance.marglik import (
     Objective,
     Result,
     marglik_training,
+    plan,
 )
 from laplace_invariance.marglik.estimators import chosen_estimator
 
@@ -61,7 +62,7 @@ __all__ = [
     "learnt_model",
 ]
 
-CURVATURES: dict[str, type[CurvatureInterface]] = {"ggn": AugmentedGGN, "ef": AugmentedEF}
+CURVATURES: dict[str, type[AugmentedGGN | AugmentedEF]] = {"ggn": AugmentedGGN, "ef": AugmentedEF}
 
 START_OF_AUGERINO = 0.1
 MOST_FULL = 10_000  # weights whose full curvature fits into memory
@@ -242,6 +243,9 @@ def _train(
     rate = config.lr_aug
     if config.method == "augerino":
         rate = config.lr_augerino
+    evidence_loader = DataLoader(train, MARGLIK_BATCH)
+    if progress_bar and directory.writes and _estimator(config) != "kernel":
+        say(_planned(config, model, evidence_loader, recipe["backend_kwargs"]), progress_bar)
     return marglik_training(
         model,
         loader,
@@ -252,7 +256,7 @@ def _train(
         subset_of_weights=config.subset_of_weights,
         hessian_structure=config.structure,
         prior_structure=config.prior_structure,
-        marglik_loader=DataLoader(train, MARGLIK_BATCH),
+        marglik_loader=evidence_loader,
         valid_loader=shown,
         checkpoint=directory.path("checkpoint.pt"),
         history=directory.path("history.jsonl"),
@@ -261,6 +265,21 @@ def _train(
         backend=CURVATURES[config.curvature],
         **recipe,
     )
+
+
+def _planned(
+    config: LearnConfig, model: nn.Module, loader: DataLoader, options: dict[str, Any]
+) -> str:
+    """Return in one line what curvature will take."""
+    found = plan(
+        model,
+        loader,
+        hessian_structure=config.structure,
+        subset_of_weights=config.subset_of_weights,
+        backend=CURVATURES[config.curvature],
+        backend_kwargs=options,
+    )
+    return found.summary()
 
 
 def _estimator(config: LearnConfig) -> str:

@@ -5,6 +5,7 @@ from laplace_invariance.marglik.estimators import KernelBound, Refit, Running
 from laplace_invariance.marglik.evidence import log_evidence
 from laplace_invariance.marglik.learnt import LearntAugmentation, learn_augmentation
 from laplace_invariance.marglik.objectives import MAP, Augerino, Evidence, Objective, Regularised
+from laplace_invariance.marglik.plans import Plan, plan
 from laplace_invariance.marglik.profiles import Profile, profile
 from laplace_invariance.marglik.search import Search, SearchResult
 from laplace_invariance.marglik.suggestions import Suggestion, Suggestions, suggest
@@ -18,6 +19,7 @@ __all__ = [
     "KernelBound",
     "LearntAugmentation",
     "Objective",
+    "Plan",
     "Profile",
     "Refit",
     "Regularised",
@@ -32,6 +34,7 @@ __all__ = [
     "learn_augmentation",
     "log_evidence",
     "marglik_training",
+    "plan",
     "profile",
     "suggest",
 ]

@@ -9,12 +9,21 @@ to laplace what laplace defines: likelihoods, priors, and the marginal likelihoo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Sized,
+)
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+import tqdm
 from laplace import Laplace
 from laplace.utils import FeatureExtractor
 from laplace.utils.matrix import Kron, KronDecomposed
@@ -29,6 +38,8 @@ from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.settings import Settings
 from laplace_invariance.modes import evaluation
+
+DELAY = 5  # seconds until the progress of a pass through the data is shown
 
 __all__ = [
     "Approximation",
@@ -128,6 +139,7 @@ class Approximation:
     ) -> None:
         self._model = model
         self._ranks = settings.ranks
+        self._shows = settings.output.progress_bar and settings.ranks.is_first
         self.decompositions = (
             Decompositions(tolerance, self._ranks.decompose) if tolerance else None
         )
@@ -204,9 +216,14 @@ class Approximation:
     def batches(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Share]]:
         """Yield inputs and targets of this rank in every batch, and which of its rows they are.
 
-        What draws for them must do so inside of ``sharing(share)``.
+        What draws for them must do so inside of ``sharing(share)``. If the user wants to see
+        progress, and a pass takes long, it is shown.
         """
-        for data, share in self._ranks.batches(loader, self._key_y):
+        n_batches = len(loader) if isinstance(loader, Sized) else None
+        batches = self._ranks.batches(loader, self._key_y)
+        for data, share in tqdm.tqdm(
+            batches, "curvature", n_batches, leave=False, disable=not self._shows, delay=DELAY
+        ):
             yield *self.batch(data), share
 
     def total(self, loader: Iterable[Any]) -> list[Tensor]:

@@ -315,10 +315,7 @@ class RunningEstimator:
         la = approximation.la
         loader = self._settings.data.ordered_loader
         with constant(learnt_hyperparameters(la.model)), replayable(SEED, signs):
-            if self._ranks.size == 1:
-                la.fit(loader)
-            else:  # of which laplace knows nothing
-                approximation.put(approximation.total(loader))
+            approximation.put(approximation.total(loader))
         return approximation
 
     # Steps that estimators share.
