@@ -93,6 +93,7 @@ def test_nothing_of_the_model_or_of_random_states_changes():
     torch.testing.assert_close(dict(model.state_dict()), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_samples", [3, 4])
 def test_later_fits_are_as_if_nothing_had_been_planned(n_samples):
     def evidence(planned):
@@ -126,6 +127,7 @@ def test_more_columns_take_more_memory_and_work():
         plan["diagonal"]
 
 
+@pytest.mark.slow
 def test_extrapolated_columns_are_those_that_run(monkeypatch):
     model, loader = small(), loader_of((1, 8, 8))
     arguments = {"hessian_structure": "kron", "subset_of_weights": "all"}

@@ -118,7 +118,7 @@ def written_at(path):
 
 def test_killed_run_resumes_bit_equal(tmp_path):
     """SIGKILL at random moments, again and again until the run gets through."""
-    n_epochs = 25
+    n_epochs = 14
     assert start_process(tmp_path, "whole", n_epochs).wait() == 0
     moments = random.Random(0)
     checkpoint = tmp_path / "killed" / "run.pt"
@@ -128,8 +128,8 @@ def test_killed_run_resumes_bit_equal(tmp_path):
         process = start_process(tmp_path, "killed", n_epochs)
         while process.poll() is None and written_at(checkpoint) == before:
             time.sleep(0.005)  # until it has got somewhere
-        if kills < 3:
-            time.sleep(moments.uniform(0, 0.5))
+        if kills < 2:
+            time.sleep(moments.uniform(0, 0.3))
             process.send_signal(signal.SIGKILL)
         if process.wait() == 0:
             break
