@@ -64,11 +64,12 @@ def test_the_example_runs_on_files_of_ones_own(example, tmp_path, capsys):
 def test_ranges_are_learnt_and_help(example, tmp_path):
     example["main"](["--out", str(tmp_path)])
     found = results(tmp_path)
+    assert math.degrees(found["all"]["magnitudes"]["rotation"]) > 20
+    assert math.degrees(found["last_layer"]["magnitudes"]["rotation"]) > 5
     for name in ("all", "last_layer"):
-        assert math.degrees(found[name]["magnitudes"]["rotation"]) > 20
-        assert found[name]["accuracy"] > found["none"]["accuracy"] + 0.005
-        assert found[name]["accuracy"] > found["trivial"]["accuracy"] + 0.005
-    assert found["all"]["evidence_all"] > found["none"]["evidence_all"] + 0.1
+        assert found[name]["accuracy"] > found["none"]["accuracy"] + 0.01
+        others = [found[other][f"evidence_{name}"] for other in ("none", "trivial")]
+        assert found[name][f"evidence_{name}"] > max(others) + 0.01
 
 
 def test_the_tables_of_the_page_are_those_of_the_results(monkeypatch):
