@@ -22,6 +22,7 @@ RESULTS = bench.ROOT / "benchmarks/results/fine_tuning"
 DATA = bench.ROOT.parent / "shared/data"
 CASES = {
     "digits": "",
+    "digits_1": "--seed 1",
     "mnist": f"--data {DATA / 'mnist.npz'} --pretrain {DATA / 'fashion_mnist.npz'} "
     "--train 1000 --test 1000 --epochs 12 --pretrain-epochs 4",
 }
@@ -52,7 +53,7 @@ def tables() -> str:
             f"{found['n_train']} images of {found['data']}, rotated by up to "
             f"{found['degrees']:.0f} degrees, after training on {found['pretrained_on']}; "
             f"{found['n_epochs']} epochs,\n{found['n_samples']} samples, "
-            f"{found['n_test']} test images:"
+            f"{found['n_test']} test images, seed {found['seed']}:"
         )
         parts.append(example()["table"](found["results"]))
     return "\n\n".join(parts)
