@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths zoo clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning zoo clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -62,6 +62,9 @@ bench-suggest: $(READY)  ## ask what would help networks trained without augment
 
 bench-paths: $(READY)  ## compare starts of free paths, and what layers choose; runs that are there stay
 	$(BIN)/python benchmarks/bench_paths.py --write
+
+bench-fine-tuning: $(READY)  ## fine-tune networks that were trained before; results that are there stay
+	$(BIN)/python benchmarks/bench_fine_tuning.py --write
 
 zoo: $(READY)  ## which networks of torchvision, timm and transformers are covered; results that are there stay
 	$(BIN)/pip install --quiet -e .[zoo]

@@ -411,15 +411,13 @@ def main() -> None:
         write("tables", tables)
 
 
-def write(name: str, text: str) -> None:
-    """Put a text between the marks of that name in benchmarks/README.md."""
-    page = ROOT / "benchmarks/README.md"
+def write(name: str, text: str, file: str = "benchmarks/README.md") -> None:
+    """Put a text between the marks of that name in a page, by default benchmarks/README.md."""
+    page = ROOT / file
     before, start, rest = page.read_text().partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- end of {name} -->")
     if not (start and end):
-        raise ValueError(
-            f"benchmarks/README.md has no marks <!-- {name} --> and <!-- end of {name} -->"
-        )
+        raise ValueError(f"{file} has no marks <!-- {name} --> and <!-- end of {name} -->")
     page.write_text(f"{before}{start}{text}\n{end}{after}")
 
 

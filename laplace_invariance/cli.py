@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_typ
 from laplace_invariance import __version__
 from laplace_invariance.allocator import keep_freed_memory
 from laplace_invariance.experiments.checks import Config, choices_of, normalised
+from laplace_invariance.experiments.jobs import FailedRuns
 from laplace_invariance.experiments.options import (
     CompareConfig,
     DemoConfig,
@@ -145,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With one line that says what is wrong, and code 2, if the experiment cannot
-            run; with code 1 if it is interrupted or its numbers are not finite.
+            run; with code 1 if it is interrupted, its numbers are not finite, or some of its
+            runs failed.
     """
     arguments = _parser().parse_args(argv)
     level = logging.WARNING
@@ -157,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with _short_warnings():
             _run(arguments)
+    except (FloatingPointError, FailedRuns) as error:
+        raise SystemExit(f"laplace-invariance: {error}") from error
     except (KeyboardInterrupt, RuntimeError) as error:
         # torch.save raises an error of its own if it is interrupted
         interrupts = (error, error.__context__)
@@ -166,8 +170,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if VERBS[arguments.verb].resumes:
             message += "; the same command with --resume continues"
         raise SystemExit(message) from None
-    except FloatingPointError as error:
-        raise SystemExit(f"laplace-invariance: {error}") from error
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refusal(error) from error
 

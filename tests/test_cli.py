@@ -20,7 +20,7 @@ RANGES = (
 )
 OPTIONS = {
     "learn": RANGES,
-    "compare": RANGES,
+    "compare": f"{RANGES} jobs",
     "profile": f"{RANGES} range values steps repeats hold-others",
     "suggest": "data size test-share transform net weights epochs ranges samples steps repeats "
     "train test seed root download out resume quiet",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import say
 from laplace_invariance.experiments.directory import RunDirectory
-from laplace_invariance.experiments.learn import LearnResult, learn
-from laplace_invariance.experiments.options import CompareConfig
+from laplace_invariance.experiments.jobs import run_side_by_side
+from laplace_invariance.experiments.learn import LearnResult, check_run, learn
+from laplace_invariance.experiments.options import CompareConfig, LearnConfig
 from laplace_invariance.experiments.reports import compare_report
 from laplace_invariance.experiments.results import (
     images_words,
@@ -180,25 +182,68 @@ def compare(
 
     Returns:
         Results of all runs.
+
+    Raises:
+        FailedRuns: If runs in processes of their own failed; the others are kept.
     """
-    runs = config.runs
-    results: dict[tuple[str, str], list[LearnResult]] = {}
     with RunDirectory(out, config, resume) as directory:
         directory.lock()
-        for i, run in enumerate(runs, start=1):
-            name = f"{Path(run.data).stem}-{run.transform}-{run.method}-{run.seed}"
-            say(f"{i} of {len(runs)}: {name}", progress_bar)
-            result = learn(run, directory.path(name), resume=resume, progress_bar=progress_bar)
-            say(f"    {_progress(result)}, {result.seconds:.0f} s", progress_bar)
-            results.setdefault((run.transform, run.method), []).append(result)
-            if i == 1:  # the configuration is possible, so the directory is this comparison's
-                directory.begin()
-        comparison = CompareResult(results)
+        if config.n_jobs == 1:
+            found = _in_turn(config, directory, progress_bar)
+        else:
+            found = _side_by_side(config, directory, progress_bar)
+        comparison = CompareResult(_cells(found))
         directory.save("comparison.md", comparison.markdown())
         directory.save("summary.json", comparison.summary())
         pictures.draw_compare(directory, comparison)
         compare_report(directory, config, comparison)
     return comparison
+
+
+def _cells(found: Sequence[LearnResult]) -> dict[tuple[str, str], list[LearnResult]]:
+    """Return results by transformation and method."""
+    cells: dict[tuple[str, str], list[LearnResult]] = {}
+    for result in found:
+        cells.setdefault((result.config.transform, result.config.method), []).append(result)
+    return cells
+
+
+def _name(run: LearnConfig) -> str:
+    """Return the name of the directory of a run."""
+    return f"{Path(run.data).stem}-{run.transform}-{run.method}-{run.seed}"
+
+
+def _in_turn(
+    config: CompareConfig, directory: RunDirectory, progress_bar: bool
+) -> list[LearnResult]:
+    """Do one run after the other, in this process."""
+    found: list[LearnResult] = []
+    for i, run in enumerate(config.runs, start=1):
+        name = _name(run)
+        say(f"{i} of {len(config.runs)}: {name}", progress_bar)
+        path = directory.path(name)
+        result = learn(run, path, resume=directory.resume, progress_bar=progress_bar)
+        say(f"    {_progress(result)}, {result.seconds:.0f} s", progress_bar)
+        found.append(result)
+        if i == 1:  # the configuration is possible, so the directory is this comparison's
+            directory.begin()
+    return found
+
+
+def _side_by_side(
+    config: CompareConfig, directory: RunDirectory, progress_bar: bool
+) -> list[LearnResult]:
+    """Do several runs at a time, in processes of their own, and read what they have written."""
+    runs = {_name(run): run for run in config.runs}
+    if directory.finished() is None:
+        check_run(config.runs[0])  # so that what is impossible leaves no trace
+    directory.begin()
+    with tempfile.TemporaryDirectory() as temporary:
+        out = directory.out or Path(temporary)
+        run_side_by_side(
+            runs, out, config.n_jobs, resume=directory.resume, progress_bar=progress_bar
+        )
+        return [learn(run, out / name, resume=True) for name, run in runs.items()]
 
 
 def _progress(result: LearnResult) -> str:

@@ -58,6 +58,7 @@ __all__ = [
     "LearnConfig",
     "LearnResult",
     "build_model",
+    "check_run",
     "learn",
     "learnt_model",
 ]
@@ -118,6 +119,16 @@ def learn(
         directory.save("summary.json", result.summary())
         learn_report(directory, result)
     return result
+
+
+def check_run(config: LearnConfig) -> None:
+    """Raise what :func:`learn` would raise before it trains or writes anything.
+
+    Args:
+        config: Images, transformation, method and network.
+    """
+    with seeded(config.seed):
+        _prepare(config)
 
 
 def _result(

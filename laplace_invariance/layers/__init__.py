@@ -18,6 +18,7 @@ from laplace_invariance.layers.starts import (
     rescale_paths,
     start_precisions,
 )
+from laplace_invariance.layers.statistics import FixedStatistics
 from laplace_invariance.layers.symmetry import Group
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "START_LEVELS",
     "Basis",
     "FactoredLinear2d",
+    "FixedStatistics",
     "FixupResNet",
     "Group",
     "GroupConv2d",

@@ -139,6 +139,8 @@ class CompareConfig(RangesConfig):
         transforms: How the images are transformed, one or several.
         methods: How invariance is learnt, one or several.
         seeds: Seeds of the subset, the transformations, the weights and the draws, one or several.
+        n_jobs: Number of runs at a time; if several, each has a process of its own, with one
+            thread.
     """
 
     transforms: tuple[choices.Transform, ...] = field(
@@ -149,9 +151,11 @@ class CompareConfig(RangesConfig):
         metadata={"option": "method", "meanings": choices.LEARN_METHODS, "identity": False},
     )
     seeds: tuple[int, ...] = field(default=(0,), metadata={"option": "seed", "identity": False})
+    n_jobs: int = field(default=1, metadata={"identity": False})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_positive(self, "n_jobs")
         if not self.seeds:
             raise ValueError("there is nothing to compare: give at least one seed")
 
