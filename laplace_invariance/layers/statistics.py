@@ -17,9 +17,9 @@ class FixedStatistics(nn.Module):
     """A network whose batch norms use, and keep, their running statistics in training as well.
 
     For networks that were trained before. The evidence is that of the network in evaluation mode,
-    so weights should be trained for the same function: with the statistics of small batches they
-    are not at a mode of it. Weights and biases of batch norms are trained as others are, and
-    everything else, such as dropout, changes its mode as usual.
+    so weights should be trained for the same function, which depends on no batch. Weights and
+    biases of batch norms are trained as others are, and everything else, such as dropout, changes
+    its mode as usual.
 
     Args:
         net: The network.
