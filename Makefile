@@ -21,13 +21,13 @@ demo: $(READY)  ## learn how far digits were rotated, under a minute; figures go
 	$(BIN)/laplace-invariance learn --data digits --transform fully-rotated --out demo
 
 test: $(READY)  ## run the tests, a few minutes on two cores
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 test-slow: $(READY)  ## run the slow tests as well
-	$(BIN)/python -m pytest -n auto -m 'slow or not slow'
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m 'slow or not slow'
 
 coverage: $(READY)  ## run the tests and report the lines that they do not reach
-	$(BIN)/python -m pytest -n auto --cov --cov-report=term
+	$(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-report=term
 
 lint: $(READY)  ## check style, formatting, types and who imports whom
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from laplace_invariance import curvature
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would only compete
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 
 ENGINES = ("", "Asdl", "BackPack")
 

@@ -147,6 +147,7 @@ def test_the_recommendation_follows_the_budget():
     }
     plan = li.plan(model, loader, memory=10**12, **arguments)
     assert plan.recommended is plan.default
+    assert li.plan(model, loader, memory=10**12, **arguments) == plan
     assert "backend_kwargs={'stochastic': True, 'num_samples': 1}" in plan.recommendation
     tight = li.plan(model, loader, memory=plan.default.peak - 1, **arguments)
     assert tight.recommended.backend_kwargs["chunk_size"] < 30

@@ -18,12 +18,12 @@ from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.engines import Engine
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.kron import DifferentiableKron
-from laplace_invariance.curvature.loaders import check_loader_of_fit
 from laplace_invariance.curvature.loss_hessian import Columns, unit_directions
 from laplace_invariance.curvature.rules import MatrixBlock, no_factors
 from laplace_invariance.curvature.trace import chunks
 from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.chunks import AnyTrace, Chunk, ChunkedTrace
+from laplace_invariance.curvature.trace.guards import check_loader_of_fit
 from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import Share, fixed_draws, sharing
 from laplace_invariance.hyper import differentiable

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,12 +132,23 @@ def until(condition, seconds=240):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs a list of processes")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_no_process_is_left_behind(tmp_path, how):
     words = "compare --data digits --epochs 100000 --method none fixed --search off --jobs 2 --out"
     command = [sys.executable, "-m", "laplace_invariance", *words.split(), str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as parent:
+    # programs that were started in the background ignore interrupts
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, preexec_fn=heard
+    ) as parent:
         children = until(lambda: len(found := children_of(parent.pid)) == 2 and found)
         until(lambda: len(list(tmp_path.glob("out/*/history.jsonl"))) == 2)
         parent.send_signal(how)

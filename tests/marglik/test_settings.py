@@ -149,6 +149,8 @@ def test_every_argument_becomes_the_setting_of_its_name(monkeypatch, tmp_path):
     found = {}
     for group in dataclasses.fields(settings):
         part = getattr(settings, group.name)
+        if group.name == "ranks":  # which is no argument
+            continue
         found |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     assert found == given
 

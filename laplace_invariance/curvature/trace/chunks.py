@@ -63,7 +63,7 @@ def batch_size(x: Any, key: str) -> int:
     return len(x[key] if isinstance(x, MutableMapping) else x)
 
 
-def check_finite(x: Any, first: bool) -> None:
+def check_finite(x: Any, first: bool = True) -> None:
     """Raise unless all numbers of the inputs are finite.
 
     Args:

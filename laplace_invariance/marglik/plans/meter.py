@@ -8,6 +8,7 @@ run, and no formula has to follow it.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,13 +64,17 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, free: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._known = {tensor.untyped_storage()._cdata for tensor in free}
+        self._known: set[int] = set()
+        self._free: list[Tensor] = []  # kept, as the address of one that is gone is used again
         self._now = 0
         self._peak = 0
         self._work = 0.0
+        for tensor in free:
+            self.ignore(tensor)
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count the storage of a tensor."""
+        self._free.append(tensor)
         self._known.add(tensor.untyped_storage()._cdata)
 
     def spent(self, function: Callable[[], Result]) -> Spent[Result]:
@@ -128,8 +133,16 @@ def on_shapes(free: Iterable[Tensor] = ()) -> Iterator[tuple[Meter, Callable[[Te
         meter.ignore(shape)
         return shape
 
-    with mode, meter:
-        yield meter, shape_of
+    # what only the garbage collector frees would be there or not by chance
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with mode, meter:
+            yield meter, shape_of
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[bool, Any]:
