@@ -109,10 +109,12 @@ class Augmentation(Hyperparameterised):
 
     def weights(self, n_samples: int) -> Tensor:
         """Return the weights ``[n_samples]`` of samples in the average over them; they sum to 1."""
-        reference = next(self.buffers(), torch.empty(()))
-        return torch.full(
-            (n_samples,), 1 / n_samples, dtype=reference.dtype, device=reference.device
-        )
+        buffers = list(self.buffers())
+        # an integer, such as a counter, has no fractions
+        real = [buffer for buffer in buffers if buffer.is_floating_point()]
+        dtype = real[0].dtype if real else torch.get_default_dtype()
+        device = (real or buffers or [torch.empty(())])[0].device
+        return torch.full((n_samples,), 1 / n_samples, dtype=dtype, device=device)
 
     def draw_one(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return one draw ``[n, 1, ...]`` from the learnt distribution for each of ``n`` inputs."""

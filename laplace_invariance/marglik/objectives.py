@@ -69,15 +69,14 @@ class Augerino(Objective):
         strength: Factor of the reward; 0.01 in the paper.
 
     Raises:
-        ValueError: If the strength is negative.
+        ValueError: If the strength is negative or not finite.
     """
 
     estimates = True
     steps_in_training = True
 
     def __init__(self, strength: float = 0.01) -> None:
-        if strength < 0:
-            raise ValueError(f"strength must not be negative, got {strength}")
+        _check_strength(strength)
         self.strength = strength
 
     def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
@@ -119,8 +118,7 @@ class Regularised(Objective):
     ) -> None:
         if not callable(penalty):
             raise TypeError(f"penalty must be callable as penalty(model, x), got {penalty!r}")
-        if not 0 <= strength < math.inf:
-            raise ValueError(f"strength must be finite and not negative, got {strength}")
+        _check_strength(strength)
         self.penalty = penalty
         self.strength = strength
         self.objective = evidence_unless_given(objective)
@@ -130,6 +128,11 @@ class Regularised(Objective):
     def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
         loss = self.objective.training_loss(model, criterion, x, y)
         return loss + self.strength * self.penalty(model, x)
+
+
+def _check_strength(strength: float) -> None:
+    if not 0 <= strength < math.inf:  # which NaN is not, either
+        raise ValueError(f"strength must be finite and not negative, got {strength}")
 
 
 def evidence_unless_given(objective: Objective | None) -> Objective:

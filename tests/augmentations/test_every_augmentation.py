@@ -11,6 +11,7 @@ from laplace_invariance import named_hyperparameters
 from laplace_invariance.augmentations import (
     AffineImage,
     AffinePoints,
+    Augmentation,
     Colour,
     Compose,
     FiniteGroup,
@@ -84,6 +85,17 @@ def test_one_set_of_draws_for_all_inputs(make, shape):
     expected = augmentation.transform(x, draws.expand(len(x), -1, -1))
     torch.testing.assert_close(augmentation.transform(x, draws), expected)
     torch.testing.assert_close(augmentation.weights(SAMPLES), torch.full((SAMPLES,), 1 / SAMPLES))
+
+
+@pytest.mark.parametrize("has_range", [True, False], ids=["and a range", "alone"])
+def test_weights_are_fractions_though_a_buffer_is_an_integer(has_range):
+    augmentation = Augmentation()
+    augmentation.register_buffer("n_calls", torch.tensor(7))
+    if has_range:
+        augmentation.register_hyperparameter("eta", torch.tensor(0.4, dtype=torch.float32))
+    found = augmentation.weights(5)
+    assert found.dtype == (torch.float32 if has_range else torch.float64)
+    torch.testing.assert_close(found, torch.full_like(found, 0.2))
 
 
 @every_augmentation

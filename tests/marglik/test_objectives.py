@@ -77,12 +77,19 @@ def test_a_penalty_is_added_to_the_loss_of_an_objective():
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: Augerino(-1.0), ValueError, "strength must not be negative"),
+        (lambda: Augerino(-1.0), ValueError, "strength must be finite and not negative"),
+        (lambda: Augerino(float("nan")), ValueError, "strength must be finite"),
         (lambda: Regularised("error"), TypeError, "penalty must be callable"),
         (lambda: Regularised(max, float("inf")), ValueError, "strength must be finite"),
         (lambda: Regularised(max, 1.0, MAP), TypeError, "objective must be an instance"),
     ],
-    ids=["negative strength", "no function", "infinite strength", "class as objective"],
+    ids=[
+        "negative strength",
+        "strength that is no number",
+        "no function",
+        "infinite strength",
+        "class as objective",
+    ],
 )
 def test_bad_objectives_are_explained(make, error, match):
     with pytest.raises(error, match=match):
