@@ -2,15 +2,17 @@
 
 A checkpoint is a dictionary of tensors, numbers, strings, lists and dictionaries of these: it is
 loaded without executing code. It is written atomically, so that whoever looks finds the old one or
-the new one, whenever the process dies.
+the new one, whenever the process dies. It has a checksum of its content, as a disk or a copy may
+damage numbers in a way that torch does not notice.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +27,7 @@ from laplace_invariance.marglik.settings import OutputSettings, Record
 
 __all__ = ["Journal", "RandomStates", "Resumable", "read", "write"]
 
-FORMAT = 2
+FORMAT = 3
 Generator = torch.Generator | np.random.Generator
 
 
@@ -36,7 +38,9 @@ def write(path: Path, state: dict[str, Any]) -> None:
         path: File that is written or replaced.
         state: Tensors, numbers and strings in lists and dictionaries.
     """
-    replace(path, lambda file: torch.save({"format": FORMAT, **_plain(state)}, file))
+    plain = _plain(state)
+    content = {"format": FORMAT, "checksum": _checksum(plain), **plain}
+    replace(path, lambda file: torch.save(content, file))
 
 
 def _plain(value: Any) -> Any:
@@ -52,6 +56,32 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _checksum(value: Any) -> str:
+    """Return a digest of all keys, numbers, strings and tensors in a state, on any device."""
+    digest = hashlib.sha256()
+    _digest(value, digest.update)
+    return digest.hexdigest()
+
+
+def _digest(value: Any, update: Callable[[Any], None]) -> None:
+    if isinstance(value, torch.Tensor):
+        update(f"{value.dtype} {list(value.shape)};".encode())
+        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        update(f"dictionary of {len(value)};".encode())
+        for key, item in value.items():
+            _digest(key, update)
+            _digest(item, update)
+    elif isinstance(value, list | tuple):
+        update(f"sequence of {len(value)};".encode())
+        for item in value:
+            _digest(item, update)
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        update(f"{value!r};".encode())
+    else:  # whose text may differ from process to process, as that of a set does
+        update(f"{type(value).__name__};".encode())
+
+
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint.
 
@@ -60,7 +90,8 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is no checkpoint, or only a part of one; the file stays as it is.
+        ValueError: If it is no checkpoint, a part of one, or not as it was written; the file stays
+            as it is.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -77,7 +108,13 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is a torch file, but not a checkpoint of marglik_training in format {FORMAT}; "
             "nothing was changed"
         )
-    return state
+    content = {key: item for key, item in state.items() if key not in ("format", "checksum")}
+    if state.get("checksum") != _checksum(content):
+        raise ValueError(
+            f"{path} is damaged: its content is not that of its checksum; nothing was changed; "
+            "put back a copy, or remove it or name another file to start from scratch"
+        )
+    return content
 
 
 class RandomStates:
@@ -123,12 +160,19 @@ class RandomStates:
             self.load_state_dict(ranks.first(self.state_dict()))
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless the state is that of as many generators as there are."""
+        """Raise ValueError unless the state is that of as many generators, of the same kinds."""
         theirs, ours = len(state["generators"]), len(self._generators)
         if theirs != ours:
             raise ValueError(
                 f"the checkpoint has the states of {theirs} generators, but model, loaders and "
                 f"arguments have {ours}; build them as in the run that wrote it; "
+                "nothing was changed"
+            )
+        kinds = [_kind_of(_state_of(generator)) for generator in self._generators]
+        if [_kind_of(value) for value in state["generators"]] != kinds:
+            raise ValueError(
+                "the checkpoint has the states of generators of other kinds or devices than those "
+                "of model, loaders and arguments; build them as in the run that wrote it; "
                 "nothing was changed"
             )
 
@@ -169,6 +213,13 @@ def _state_of(generator: Generator) -> torch.Tensor | str:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return json.dumps(generator.bit_generator.state, default=lambda array: array.tolist())
+
+
+def _kind_of(state: torch.Tensor | str) -> object:
+    """Return by what states of one generator differ from those of another kind."""
+    if isinstance(state, torch.Tensor):
+        return len(state)
+    return json.loads(state)["bit_generator"]
 
 
 class Resumable(Protocol):

@@ -353,6 +353,7 @@ class Trainer:
         tensors = self.model.state_dict().items()
         return {
             "tensors of the model": {n: f"{list(v.shape)} {v.dtype}" for n, v in tensors},
+            "learnt weights": [n for n, p in self.model.named_parameters() if p.requires_grad],
             "learnt hyperparameters": list(self.hyperparameters.named),
             "number of training examples": self.settings.data.n_data,
             "number of prior precisions": self.priors.log_precision.numel(),
@@ -376,7 +377,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back a state that :meth:`state_dict` returned."""
-        for name, part in self._parts.items():
+        for name, part in reversed(self._parts.items()):  # the model last, as others may refuse
             part.load_state_dict(state[name])
         self.epoch = state["epoch"]
         self.losses = state["losses"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,6 +112,18 @@ def _in_order(loader: DataLoader, batch_size: int | None) -> DataLoader:
     return DataLoader(
         loader.dataset, batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
     )
+
+
+def _batches(loader: DataLoader) -> str:
+    """Return in words how a loader makes batches."""
+    size = _batch_size(loader) if isinstance(loader, DataLoader) else None
+    sampler = type(getattr(loader, "sampler", None)).__name__
+    return f"{len(loader)} of {size} by {sampler}"
+
+
+def _text(value: object) -> str:
+    """Return the text of a value without addresses, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 @dataclass(frozen=True)
@@ -402,10 +415,14 @@ class Settings:
             "backend": self.evidence.backend.__name__,
             "objective": repr(self.hyperparameters.objective),
             "optimizer_kwargs": repr(self.optimizer.arguments),
+            "scheduler_kwargs": _text(self.optimizer.scheduler_kwargs),
+            "batches of training": _batches(self.data.train_loader),
+            "batches of the evidence": _batches(self.data.evidence_loader),
             "backend_kwargs": repr(self.evidence.backend_kwargs),
             "temperature": self.evidence.temperature,
             "prior_prec_init": repr(precision),
             "sigma_noise_init": self.priors.sigma_noise_init,
+            "fix_sigma_noise": bool(self.priors.fix_sigma_noise),
             "lr_hyp": self.priors.lr_hyp,
             "lr_aug": (self.hyperparameters.first_rate, self.hyperparameters.lr_aug_min),
             "search": repr(self.hyperparameters.search),

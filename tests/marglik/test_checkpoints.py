@@ -1,5 +1,7 @@
 """Checkpoints: complete, so that runs resume bit for bit; atomic; and never written over others."""
 
+import copy
+import io
 import json
 import os
 import random
@@ -9,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from builders import (
@@ -20,6 +23,7 @@ from builders import (
     training_settings,
     without_times,
 )
+from torch.testing import assert_close
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
@@ -157,8 +161,11 @@ def test_killed_run_resumes_bit_equal(tmp_path):
             {"estimator": Refit(2)},
             "states of 4 generators, but model, loaders and arguments have 3",
         ),
+        ({"fix_sigma_noise": True}, "its fix_sigma_noise is False there and True here"),
+        ({"scheduler_kwargs": {"T_max": 31}}, "its scheduler_kwargs"),
+        ({"marglik_batch_size": 5}, "its batches of the evidence is '4 of 7 by RandomSampler'"),
     ],
-    ids=["temperature", "objective", "optimizer", "generator"],
+    ids=["temperature", "objective", "optimizer", "generator", "noise", "scheduler", "batches"],
 )
 def test_changed_settings_are_refused(tmp_path, change, match):
     noisy_run(tmp_path, n_epochs=1)
@@ -238,6 +245,95 @@ def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, content):
     with pytest.raises(ValueError, match=match):
         noisy_run(tmp_path, resume=True)
     assert path.read_bytes() == damaged
+
+
+def regression_run(path, **changes):
+    """Return a function that makes a short run of a model, which it is given, or resumes it."""
+    data = labelled_points(classes=0)
+    arguments = FEW | {"likelihood": "regression", "checkpoint": path} | changes
+
+    def run(model, **changes):
+        torch.manual_seed(5)
+        loader = shuffled(data, generator=torch.Generator().manual_seed(3))
+        return li.marglik_training(model, loader, **arguments | changes)
+
+    return run
+
+
+@pytest.mark.parametrize("change", ["noise", "frozen weights", "kind of generator"])
+def test_a_refusal_leaves_the_model_untouched(tmp_path, change):
+    run = regression_run(tmp_path / "run.pt", n_epochs=1)
+    generators = [torch.Generator(), np.random.default_rng(3)]
+    models = [plain_network(1) for _ in generators]
+    for model, generator in zip(models, generators, strict=True):
+        model.generator = generator if change == "kind of generator" else None
+    run(models[0])
+    if change == "frozen weights":
+        models[1][0].requires_grad_(False)
+    before = copy.deepcopy(models[1].state_dict())
+    with pytest.raises(ValueError, match="nothing was changed"):
+        run(models[1], n_epochs=2, resume=True, fix_sigma_noise=change == "noise")
+    assert_close(models[1].state_dict(), before, rtol=0, atol=0)
+
+
+def numbers_in(container):
+    """Yield where all numbers and tensors are that can be changed, as containers and keys."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, item in items:
+        if isinstance(item, dict | list):
+            yield from numbers_in(item)
+        elif isinstance(item, float) or (isinstance(item, torch.Tensor) and item.numel()):
+            yield container, key
+
+
+def flip(content, place):
+    damaged = bytearray(content)
+    damaged[place] ^= 1 << place % 8
+    return bytes(damaged)
+
+
+def with_another_number(content, source):
+    """Return the bytes of a checkpoint of which one number is another."""
+    state = torch.load(io.BytesIO(content), weights_only=True)
+    container, key = source.choice(list(numbers_in(state)))
+    if isinstance(container[key], float):
+        container[key] += 1.0
+    else:
+        entries = container[key].view(-1)
+        entry = source.randrange(len(entries))
+        entries[entry] = entries[entry] == 0
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("damage", ["bit of the file", "number"])
+def test_a_damaged_checkpoint_is_refused_or_makes_no_difference(tmp_path, damage):
+    path = tmp_path / "run.pt"
+    run = regression_run(path, n_epochs=2)
+    run(plain_network(1), n_epochs=1)
+    content = path.read_bytes()
+    whole = run(plain_network(1), resume=True)
+    source = random.Random(0)
+    n_refused = 0
+    for _ in range(30):
+        if damage == "number":
+            path.write_bytes(with_another_number(content, source))
+        else:
+            path.write_bytes(flip(content, source.randrange(len(content))))
+        model = plain_network(1)
+        before = copy.deepcopy(model.state_dict())
+        try:
+            resumed = run(model, resume=True)
+        except ValueError as error:
+            refusal = str(error)
+        else:
+            assert_bit_equal(whole, resumed)
+            continue
+        n_refused += 1
+        assert "nothing was changed" in refusal
+        assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert n_refused == 30 if damage == "number" else n_refused > 5
 
 
 # How they are written.
