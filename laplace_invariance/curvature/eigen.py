@@ -12,6 +12,11 @@ __all__ = ["Decompositions", "Pair", "check_finite", "decompose", "eigh", "find_
 # Matrices of equal size up to this one are decomposed by one call.
 STACKED_SIZE = 512
 
+# Of matrices that LAPACK cannot decompose, relative to their largest entry: entries that only make
+# for underflow, and what is added to the diagonal, for every row and column.
+NEGLIGIBLE = 1e-100
+JITTERS = (1e-16, 1e-14, 1e-12)
+
 # Eigenvalues, and eigenvectors, which a diagonal does not need.
 Pair = tuple[Tensor, Tensor | None]
 
@@ -20,31 +25,96 @@ Pair = tuple[Tensor, Tensor | None]
 def eigh(matrices: Tensor, vectors: bool = True) -> Pair:
     """Return eigenvalues and eigenvectors of finite symmetric matrices ``[..., d, d]``.
 
-    For some matrices of low rank LAPACK does not converge in single precision, or returns NaN
-    without saying so; these are decomposed in double precision.
+    For some matrices of low rank LAPACK does not converge, or returns NaN without saying so. These
+    are decomposed in double precision, and if that fails, too, one by one: at a scale of 1, without
+    rows of zeros, and at last with a diagonal added that is of the size of round-off.
 
     Args:
         matrices: The matrices.
         vectors: Whether eigenvectors are wanted, which takes twice the time; they are None if not.
+
+    Raises:
+        LinAlgError: A matrix is not finite, its eigenvalues are too large for its dtype, or all of
+            this failed.
     """
-
-    def decomposition(matrices: Tensor) -> Sequence[Tensor]:
-        if vectors:
-            return torch.linalg.eigh(matrices)
-        return [torch.linalg.eigvalsh(matrices)]
-
     supported = matrices
     if matrices.dtype in (torch.float16, torch.bfloat16):  # for which there is no eigh
         supported = matrices.float()
+    found = _attempt(supported, vectors)
+    if found is None:
+        found = _attempt(matrices.double(), vectors)
+    if found is None:
+        found = _one_by_one(matrices.double(), vectors)
+    values, directions = found
+    if values.dtype != matrices.dtype:
+        values = values.to(matrices.dtype)
+        _check_size(values)
+    return values, None if directions is None else directions.to(matrices.dtype)
+
+
+def _attempt(matrices: Tensor, vectors: bool) -> Pair | None:
+    """Return what LAPACK finds; None if it fails, or finds what is not finite."""
+    values, directions = None, None
     try:
-        found = decomposition(supported)
-        finite = all(bool(tensor.isfinite().all()) for tensor in found)
+        if vectors:
+            values, directions = torch.linalg.eigh(matrices)
+        else:
+            values = torch.linalg.eigvalsh(matrices)
     except torch.linalg.LinAlgError:
-        finite = False
-    if not finite:
-        found = decomposition(matrices.double())
-    values, *rest = (tensor.to(matrices.dtype) for tensor in found)
-    return values, rest[0] if rest else None
+        return None
+    if not values.isfinite().all() or (vectors and not directions.isfinite().all()):
+        return None
+    return values, directions
+
+
+def _one_by_one(matrices: Tensor, vectors: bool) -> Pair:
+    """Return the decompositions of matrices of which at least one is difficult."""
+    check_finite([matrices])
+    d = matrices.shape[-1]
+    pairs = [_attempt(matrix, vectors) or _careful(matrix) for matrix in matrices.reshape(-1, d, d)]
+    values = torch.stack([pair[0] for pair in pairs]).view(matrices.shape[:-1])
+    _check_size(values)
+    if not vectors:
+        return values, None
+    directions = [pair[1] for pair in pairs if pair[1] is not None]
+    return values, torch.stack(directions).view(matrices.shape)
+
+
+def _careful(matrix: Tensor) -> Pair:
+    """Return eigenvalues and eigenvectors of a matrix for which LAPACK fails."""
+    scale = matrix.abs().max()
+    if scale == 0:
+        return torch.zeros_like(matrix[0]), torch.eye(len(matrix)).to(matrix)
+    scaled = matrix / scale
+    scaled = scaled.where(scaled.abs() > NEGLIGIBLE, 0.0)
+    kept = scaled.any(0).nonzero().squeeze(1)
+    values = torch.zeros_like(matrix[0])
+    directions = torch.eye(len(matrix)).to(matrix)  # a row of zeros has a direction of its own
+    values[kept], directions[kept.unsqueeze(1), kept] = _jittered(scaled[kept][:, kept])
+    order = values.argsort()
+    return scale * values[order], directions[:, order]
+
+
+def _jittered(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose a matrix at a scale of 1, with as little on its diagonal as is needed."""
+    d = len(matrix)
+    steps = torch.linspace(1, 2, d).to(matrix)  # which make equal eigenvalues different
+    for size in (0.0, *JITTERS):
+        pair = _attempt(matrix + torch.diag(size * d * steps), vectors=True)
+        if pair is not None and pair[1] is not None:
+            return pair[0], pair[1]
+    raise torch.linalg.LinAlgError(
+        f"the eigendecomposition of a finite matrix of size {d} does not converge, not even with "
+        f"{JITTERS[-1] * d:.0e} of its largest entry added to its diagonal"
+    )
+
+
+def _check_size(values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise torch.linalg.LinAlgError(
+            f"eigenvalues are too large for {values.dtype}; check the scale of the loss and of the "
+            "inputs of the network"
+        )
 
 
 @torch.no_grad()
