@@ -54,17 +54,13 @@ def eigh(matrices: Tensor, vectors: bool = True) -> Pair:
 
 def _attempt(matrices: Tensor, vectors: bool) -> Pair | None:
     """Return what LAPACK finds; None if it fails, or finds what is not finite."""
-    values, directions = None, None
     try:
-        if vectors:
-            values, directions = torch.linalg.eigh(matrices)
-        else:
-            values = torch.linalg.eigvalsh(matrices)
+        found = [*torch.linalg.eigh(matrices)] if vectors else [torch.linalg.eigvalsh(matrices)]
     except torch.linalg.LinAlgError:
         return None
-    if not values.isfinite().all() or (vectors and not directions.isfinite().all()):
+    if not all(tensor.isfinite().all() for tensor in found):
         return None
-    return values, directions
+    return found[0], found[1] if vectors else None
 
 
 def _one_by_one(matrices: Tensor, vectors: bool) -> Pair:

@@ -37,6 +37,7 @@ from laplace_invariance.draws import Share, common_draws, sharing
 from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.settings import Settings
+from laplace_invariance.marglik.targets import check_labels
 from laplace_invariance.modes import evaluation
 
 DELAY = 5  # seconds until the progress of a pass through the data is shown
@@ -189,9 +190,13 @@ class Approximation:
         """Return inputs and targets on the device of the weights; a mapping stays as it is."""
         device = self.la._device
         if isinstance(data, MutableMapping):
-            return data, data[self._key_y].to(device, non_blocking=True)
-        x, y = data
-        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            x, y = data, data[self._key_y]
+        else:
+            x, y = data
+            x = x.to(device, non_blocking=True)
+        if self.la.likelihood == "classification":
+            check_labels(y)
+        return x, y.to(device, non_blocking=True)
 
     def curvature(self, x: Any, y: Tensor) -> list[Tensor]:
         """Return loss and curvature of a batch as a list of tensors, which add up over batches."""

@@ -19,6 +19,7 @@ from laplace_invariance.marglik.estimators.base import TERMS, Context, finite
 from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.priors import Priors, last_layer_of
 from laplace_invariance.marglik.settings import Record, Settings
+from laplace_invariance.marglik.targets import check_labels
 
 __all__ = ["Trainer"]
 
@@ -276,10 +277,13 @@ class Trainer:
         """Return inputs and targets on the device of the weights; a mapping stays as it is."""
         device = self._weights[0].device
         if isinstance(data, MutableMapping):
-            y = data[self.settings.data.dict_key_y]
-            return data, y.to(device, non_blocking=True)
-        x, y = data
-        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            x, y = data, data[self.settings.data.dict_key_y]
+        else:
+            x, y = data
+            x = x.to(device, non_blocking=True)
+        if not self.settings.evidence.is_regression:
+            check_labels(y)
+        return x, y.to(device, non_blocking=True)
 
     @torch.no_grad()
     def _validate(self, loader: DataLoader) -> dict[str, float | None]:

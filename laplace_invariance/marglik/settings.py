@@ -21,6 +21,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from laplace_invariance.marglik.loaders import (
+    batch_size_of,
+    batches_in_words,
+    check_every_example,
+    check_loader,
+    drops_last,
+    in_order,
+    n_examples,
+)
 from laplace_invariance.marglik.objectives import Objective
 from laplace_invariance.marglik.ranks import ALONE, Ranks
 
@@ -76,51 +85,6 @@ def check_numbers(
             raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
-def _n_examples(loader: DataLoader) -> int:
-    dataset: Any = loader.dataset  # torch declares no length of data sets
-    return len(dataset)
-
-
-def _check_loader(name: str, loader: DataLoader) -> int:
-    """Raise unless there are batches and examples; return the number of examples."""
-    try:
-        n_data, n_batches = _n_examples(loader), len(loader)
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            f"{name} must be a DataLoader with a length and a dataset with a length: {error}"
-        ) from error
-    if n_data == 0 or n_batches == 0:
-        raise ValueError(f"{name} is empty: {n_data} examples in {n_batches} batches")
-    return n_data
-
-
-def _batch_size(loader: DataLoader) -> int | None:
-    """Return the number of examples in a batch, of a batch sampler if there is one."""
-    if loader.batch_size is not None:
-        return loader.batch_size
-    return getattr(loader.batch_sampler, "batch_size", None)
-
-
-def _drops_last(loader: DataLoader) -> bool:
-    """Return whether a loader or its batch sampler leaves out the last, smaller batch."""
-    sampler = getattr(loader, "batch_sampler", None)
-    return getattr(loader, "drop_last", False) or getattr(sampler, "drop_last", False)
-
-
-def _in_order(loader: DataLoader, batch_size: int | None) -> DataLoader:
-    """Return a loader of all examples of another, in the order of the data set."""
-    return DataLoader(
-        loader.dataset, batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
-    )
-
-
-def _batches(loader: DataLoader) -> str:
-    """Return in words how a loader makes batches."""
-    size = _batch_size(loader) if isinstance(loader, DataLoader) else None
-    sampler = type(getattr(loader, "sampler", None)).__name__
-    return f"{len(loader)} of {size} by {sampler}"
-
-
 def _text(value: object) -> str:
     """Return the text of a value without addresses, which differ from process to process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
@@ -139,12 +103,12 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self, "marglik_batch_size", whole=True)
-        n_train = _check_loader("train_loader", self.train_loader)
+        n_train = check_loader("train_loader", self.train_loader)
         if self.valid_loader is not None:
-            _check_loader("valid_loader", self.valid_loader)
+            check_loader("valid_loader", self.valid_loader)
         if self.marglik_loader is not None and self.marglik_batch_size is not None:
             raise ValueError("give marglik_loader or marglik_batch_size, not both")
-        n_evidence = _check_loader("marglik_loader", self.evidence_loader)
+        n_evidence = check_loader("marglik_loader", self.evidence_loader)
         if n_evidence != n_train:
             raise ValueError(
                 f"marglik_loader has {n_evidence} examples and train_loader {n_train}: the "
@@ -160,28 +124,17 @@ class DataSettings:
     @property
     def n_data(self) -> int:
         """Number of training examples."""
-        return _n_examples(self.train_loader)
+        return n_examples(self.train_loader)
 
     @cached_property
     def evidence_loader(self) -> DataLoader:
         """Batches with every example, as the evidence is that of all of them."""
         loader = self.train_loader if self.marglik_loader is None else self.marglik_loader
-        sampler: Any = getattr(loader, "sampler", None)
-        if hasattr(sampler, "__len__") and len(sampler) != _n_examples(loader):
-            raise ValueError(
-                f"the sampler yields {len(sampler)} of {_n_examples(loader)} examples, but the "
-                "evidence is that of the whole data set; wrap the examples to train on in "
-                "torch.utils.data.Subset"
-            )
-        if getattr(sampler, "replacement", False):
-            raise ValueError(
-                f"{type(sampler).__name__} draws with replacement, but the evidence is that of "
-                "every example once; give marglik_loader, without a sampler"
-            )
+        check_every_example(loader)
         batch_size = self.marglik_batch_size
-        if batch_size is None and not _drops_last(loader):
+        if batch_size is None and not drops_last(loader):
             return loader
-        return _in_order(loader, _batch_size(loader) if batch_size is None else batch_size)
+        return in_order(loader, batch_size_of(loader) if batch_size is None else batch_size)
 
     @property
     def ordered_loader(self) -> DataLoader:
@@ -190,9 +143,9 @@ class DataSettings:
         A loader without a batch size of its own is returned as it is.
         """
         loader = self.evidence_loader
-        if not isinstance(loader, DataLoader) or _batch_size(loader) is None:
+        if not isinstance(loader, DataLoader) or batch_size_of(loader) is None:
             return loader
-        return _in_order(loader, _batch_size(loader))
+        return in_order(loader, batch_size_of(loader))
 
 
 @dataclass(frozen=True)
@@ -383,6 +336,8 @@ class Settings:
     ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
+        if self.evidence.estimator.sees_training:
+            check_every_example(self.data.train_loader)
         loaders = (self.data.train_loader, self.data.evidence_loader)
         persistent = any(getattr(loader, "persistent_workers", False) for loader in loaders)
         if self.output.checkpoint is not None and persistent:
@@ -416,8 +371,8 @@ class Settings:
             "objective": repr(self.hyperparameters.objective),
             "optimizer_kwargs": repr(self.optimizer.arguments),
             "scheduler_kwargs": _text(self.optimizer.scheduler_kwargs),
-            "batches of training": _batches(self.data.train_loader),
-            "batches of the evidence": _batches(self.data.evidence_loader),
+            "batches of training": batches_in_words(self.data.train_loader),
+            "batches of the evidence": batches_in_words(self.data.evidence_loader),
             "backend_kwargs": repr(self.evidence.backend_kwargs),
             "temperature": self.evidence.temperature,
             "prior_prec_init": repr(precision),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
 
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from laplace_invariance.marglik.settings import DataSettings
 
-__all__ = ["check_targets", "targets_of"]
+__all__ = ["check_labels", "check_targets", "known_targets", "targets_of"]
 
 
 def targets_of(data: DataSettings) -> Iterator[Tensor]:
@@ -41,3 +43,34 @@ def check_targets(batches: Iterable[Tensor]) -> None:
         f"all targets are {found}, which any network predicts, whatever its augmentation; give "
         "data of two classes or more, or with targets that differ"
     )
+
+
+def check_labels(y: Tensor) -> None:
+    """Raise ValueError if a label is negative, such as -100, which the cross-entropy passes over.
+
+    The mean of the loss is then over other examples than those that the evidence counts.
+
+    Args:
+        y: Targets of a classification; classes are whole numbers.
+    """
+    if y.is_floating_point() or not (y < 0).any():
+        return
+    raise ValueError(
+        f"the label {y.min().item()} is no class: classes count from 0, and the evidence is that "
+        "of every example with its label; wrap the examples that have one in "
+        "torch.utils.data.Subset"
+    )
+
+
+def known_targets(dataset: Any) -> Tensor | None:
+    """Return the targets of all examples if they are at hand; None if data would be loaded.
+
+    Args:
+        dataset: The data set.
+    """
+    if isinstance(dataset, Subset):
+        targets = known_targets(dataset.dataset)
+        return None if targets is None else targets[list(dataset.indices)]
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[-1]
+    return None

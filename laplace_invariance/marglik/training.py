@@ -35,7 +35,12 @@ from laplace_invariance.marglik.settings import (
     Schedule,
     Settings,
 )
-from laplace_invariance.marglik.targets import check_targets, targets_of
+from laplace_invariance.marglik.targets import (
+    check_labels,
+    check_targets,
+    known_targets,
+    targets_of,
+)
 
 __all__ = ["Result", "marglik_training"]
 
@@ -304,7 +309,13 @@ def marglik_training(
 
 
 def _check_data(settings: Settings) -> None:
-    """Raise unless all ranks have the same data, of which each will take rows of its own."""
+    """Raise unless labels are classes, and all ranks, which take rows of them, have the same data.
+
+    Labels that are not at hand are checked with every batch.
+    """
+    targets = known_targets(settings.data.train_loader.dataset)
+    if targets is not None and not settings.evidence.is_regression:
+        check_labels(targets)
     if settings.ranks.size == 1:
         return
     with torch.random.fork_rng(devices=[]):

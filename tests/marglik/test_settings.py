@@ -12,15 +12,73 @@ from builders import (
     shuffled,
     training_settings,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
-from laplace_invariance.marglik import Augerino, Evidence, Running, Search, training
+from laplace_invariance.marglik import (
+    Augerino,
+    Evidence,
+    KernelBound,
+    Refit,
+    Running,
+    Search,
+    training,
+)
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 EMPTY = DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
 PARTIAL = DataLoader(TensorDataset(torch.randn(9, 2), torch.zeros(9).long()), 3, sampler=[0, 1, 2])
+
+N = 30
+POINTS = labelled_points(N)
+
+
+class Batches:
+    """A batch sampler that says nothing of what is in its batches."""
+
+    def __init__(self, indices, size=7):
+        self.batches = [indices[i : i + size] for i in range(0, len(indices), size)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def in_batches(sampler):
+    return DataLoader(POINTS, batch_sampler=BatchSampler(sampler, 7, drop_last=False))
+
+
+REPEATING = {
+    "replacement": DataLoader(POINTS, 7, sampler=RandomSampler(POINTS, replacement=True)),
+    "weights": DataLoader(POINTS, 7, sampler=WeightedRandomSampler(torch.rand(N), N)),
+    "replacement in batches": in_batches(RandomSampler(POINTS, replacement=True)),
+    "weights in batches": in_batches(WeightedRandomSampler(torch.rand(N), N)),
+    "list": DataLoader(POINTS, 7, sampler=[*range(N - 1), 3]),
+    "batches": DataLoader(POINTS, batch_sampler=Batches([*range(N), 3])),
+    "negative": DataLoader(POINTS, batch_sampler=Batches([*range(N - 1), -2])),
+}
+PARTS = {
+    "subset in batches": in_batches(SubsetRandomSampler(range(11))),
+    "batches": DataLoader(POINTS, batch_sampler=Batches(list(range(N - 1)))),
+}
+WHOLE = {
+    "without replacement": DataLoader(
+        POINTS, 7, sampler=WeightedRandomSampler(torch.rand(N) + 1, N, replacement=False)
+    ),
+    "permutation": DataLoader(POINTS, 7, sampler=SubsetRandomSampler(range(N))),
+    "batches": DataLoader(POINTS, batch_sampler=Batches(list(reversed(range(N))))),
+    "tensors": DataLoader(POINTS, batch_sampler=Batches(torch.arange(N))),
+}
 
 BAD = {
     "likelihood": ({"likelihood": "poisson"}, ValueError, "'classification' or 'regression'"),
@@ -92,6 +150,63 @@ def test_bad_arguments_are_explained(tmp_path, monkeypatch, change, error, match
     with pytest.raises(error, match=match):
         li.marglik_training(**arguments | FEW | change)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argument", ["train_loader", "marglik_loader"])
+@pytest.mark.parametrize(
+    ("loader", "match"),
+    [
+        *((loader, "of every example once; give marglik_loader=") for loader in REPEATING.values()),
+        *((loader, r"yields \d+ of 30 examples.*data\.Subset") for loader in PARTS.values()),
+    ],
+    ids=[*(f"repeats, {name}" for name in REPEATING), *(f"part, {name}" for name in PARTS)],
+)
+def test_evidence_of_other_data_is_refused(loader, match, argument):
+    arguments = {"train_loader": shuffled(POINTS)} | {argument: loader}
+    with pytest.raises(ValueError, match=match):
+        li.marglik_training(plain_network(), **arguments, **FEW)
+
+
+@pytest.mark.parametrize("loader", WHOLE.values(), ids=WHOLE)
+def test_samplers_of_all_examples_are_checked_without_a_trace(loader):
+    before = torch.get_rng_state()
+    assert training_settings(loader).data.evidence_loader is loader
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_way_out_of_weighted_training():
+    """The evidence is that of other batches, unless it is estimated from those of training."""
+    weighted = REPEATING["weights"]
+    whole = DataLoader(POINTS, 11)
+    settings = training_settings(weighted, marglik_loader=whole, estimator=Refit())
+    assert settings.data.evidence_loader is whole
+    for estimator in (Running(), KernelBound()):
+        with pytest.raises(ValueError, match=r"draws with replacement.*estimator='refit'"):
+            training_settings(weighted, marglik_loader=whole, estimator=estimator)
+
+
+class Hidden(torch.utils.data.Dataset):
+    """Data of which targets are not at hand."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        return self.data[i]
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, Hidden], ids=["at hand", "hidden"])
+def test_labels_that_are_passed_over_are_refused(wrap):
+    x, y = labelled_points(N).tensors
+    y = y.index_fill(0, torch.tensor([17]), -100)
+    data = TensorDataset(x, y)
+    with pytest.raises(ValueError, match=r"label -100 is no class.*data\.Subset"):
+        li.marglik_training(plain_network(), DataLoader(wrap(data), 7), **FEW)
+    kept = torch.utils.data.Subset(data, [i for i in range(N) if i != 17])
+    li.marglik_training(plain_network(), DataLoader(kept, 7), **FEW)
 
 
 def test_every_argument_becomes_the_setting_of_its_name(monkeypatch, tmp_path):

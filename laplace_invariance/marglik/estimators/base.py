@@ -93,7 +93,12 @@ class Estimator:
     """A way to estimate the evidence while a model trains, as ``marglik_training`` takes it.
 
     Subclasses are frozen dataclasses whose fields are its options.
+
+    Attributes:
+        sees_training: Whether it estimates from minibatches of training, too.
     """
+
+    sees_training = False
 
     def start(self, context: Context) -> RunningEstimator:
         """Return the estimator at work in one run."""

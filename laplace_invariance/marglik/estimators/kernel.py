@@ -40,6 +40,8 @@ class KernelBound(Estimator):
         every: Number of minibatches from one that is looked at to the next.
     """
 
+    sees_training = True
+
     kind: Literal["full", "output", "single"] = "single"
     every: int = 8
 

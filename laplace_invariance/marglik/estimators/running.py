@@ -55,6 +55,8 @@ class Running(Estimator):
             are learnt. They come closer to the mode that a Laplace approximation takes them for.
     """
 
+    sees_training = True
+
     every: int = 10
     decay: float = 0.0
     tolerance: float = 0.0
