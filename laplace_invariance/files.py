@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,10 @@ else:
 __all__ = ["locked", "read_json", "replace", "write_json", "write_text"]
 
 logger = logging.getLogger(__name__)
+
+# Descriptors of locks. A fork, such as a worker of a loader, would hold them longer than this
+# process lives, and closes them.
+HELD: set[int] = set()
 
 
 def replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
@@ -79,35 +84,50 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, guarded: Path | None = None) -> Iterator[None]:
     """Hold a lock file while the context is open.
 
-    The lock is the operating system's, so it ends with the process, however that ends; the file
-    itself means nothing and is removed at the end. Where the file system has no locks, a warning
-    is logged instead.
+    The lock is the operating system's, so it ends with the process, however that ends, and not
+    with those that it forked. The file only says who holds it, and is removed at the end. Where
+    the file system has no locks, a warning is logged instead.
 
     Args:
         path: The lock file; its directory must exist.
+        guarded: File that it guards, for messages; None is all of the directory.
 
     Raises:
         BlockingIOError: If the lock is held already, by this or another process.
     """
-    descriptor = _open_locked(path)
+    descriptor = _open_locked(path, guarded)
+    HELD.add(descriptor)
     try:
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        with suppress(PermissionError):  # Windows does not remove open files
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
+        if descriptor in HELD:  # not so in a process that was forked
+            HELD.discard(descriptor)
+            with suppress(PermissionError):  # Windows does not remove open files
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
-def _open_locked(path: Path) -> int:
-    """Return the descriptor of a lock file on which the lock is held."""
+def _release_in_fork() -> None:
+    while HELD:
+        os.close(HELD.pop())
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_release_in_fork)
+
+
+def _open_locked(path: Path, guarded: Path | None) -> int:
+    """Return the descriptor of a lock file on which the lock is held, and which is empty."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
         try:
-            _acquire(descriptor, path)
+            _acquire(descriptor, path, guarded)
             if _is_at(descriptor, path):
+                os.ftruncate(descriptor, 0)
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -115,7 +135,7 @@ def _open_locked(path: Path) -> int:
         os.close(descriptor)  # the former holder removed it after it was opened here
 
 
-def _acquire(descriptor: int, path: Path) -> None:
+def _acquire(descriptor: int, path: Path, guarded: Path | None) -> None:
     try:
         if sys.platform == "win32":
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
@@ -123,11 +143,20 @@ def _acquire(descriptor: int, path: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         raise BlockingIOError(
-            f"{path.parent} is in use by another run, which holds {path.name}; wait until it has "
-            "ended, or choose another directory"
+            f"{guarded or path.parent} is in use by another run, {_holder(descriptor)}, which "
+            f"holds {path.name}; wait until it has ended, or choose another "
+            f"{'name' if guarded else 'directory'}"
         ) from error
     except OSError as error:
         logger.warning("%s cannot be locked (%s); let one run at a time use it", path, error)
+
+
+def _holder(descriptor: int) -> str:
+    """Return who holds a lock, as it wrote into the file."""
+    found = b""
+    with suppress(OSError):  # Windows does not let others read what is locked
+        found = os.read(descriptor, 1000)
+    return found.decode(errors="replace") or "of a process that is not known"
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

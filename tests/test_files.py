@@ -1,5 +1,8 @@
 """Files: replaced whole or not at all, JSON, and locks between processes."""
 
+import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -61,7 +64,8 @@ def test_a_lock_excludes_another_process_and_ends_with_it(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout.readline() == "held\n"
-            with pytest.raises(BlockingIOError, match="is in use by another run"), locked(path):
+            match = rf"is in use by another run, process {holder.pid} on {socket.gethostname()},"
+            with pytest.raises(BlockingIOError, match=match), locked(path):
                 pass
         finally:
             holder.kill()
@@ -69,3 +73,32 @@ def test_a_lock_excludes_another_process_and_ends_with_it(tmp_path):
     with locked(path):
         pass
     assert not path.exists()
+
+
+FORKING = """
+import multiprocessing, pathlib, sys, time
+from laplace_invariance.files import locked
+with locked(pathlib.Path(sys.argv[1])):
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    worker.start()
+    print(worker.pid, flush=True)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_lock_ends_with_its_process_though_a_fork_lives_on(tmp_path):
+    path = tmp_path / ".lock"
+    command = [sys.executable, "-c", FORKING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        worker = int(holder.stdout.readline())
+        try:
+            with pytest.raises(BlockingIOError), locked(path):
+                pass
+            holder.kill()
+            holder.wait()
+            with locked(path):
+                os.kill(worker, 0)  # it is alive
+        finally:
+            holder.kill()
+            os.kill(worker, signal.SIGKILL)

@@ -12,13 +12,14 @@ import enum
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from laplace_invariance.files import replace
+from laplace_invariance.files import locked, replace
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import ALONE, Ranks
 from laplace_invariance.marglik.settings import OutputSettings, Record
@@ -137,7 +138,8 @@ class Resumable(Protocol):
 class Journal:
     """Checkpoint and history of a run on the disk, either of which may be left out.
 
-    Nothing is read or written before :meth:`open`.
+    Nothing is read or written before :meth:`open`, and from then on until :meth:`close` no other
+    run can use the checkpoint. As a context, it opens and closes itself.
 
     Args:
         run: Run that is written, and that gets its state when it is resumed.
@@ -160,14 +162,49 @@ class Journal:
         self._history = None if output.history is None else Path(output.history)
         self._may_resume = output.resume
         self._good_epoch: int | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Journal:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other runs use the checkpoint."""
+        self._stack.close()
 
     def open(self) -> None:
         """Resume from the checkpoint if that is wanted and there is one; otherwise start.
 
         Raises:
+            BlockingIOError: If another run uses the checkpoint.
             FileExistsError: If a run that does not resume would overwrite a file.
             ValueError: If the files are not those of the same run; nothing was changed then.
         """
+        self._lock()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        """Lock the checkpoint, which the first rank does for all."""
+        refusal = None
+        if self._checkpoint is not None and self._ranks.is_first:
+            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            lock = self._checkpoint.with_name(f".{self._checkpoint.name}.lock")
+            try:
+                self._stack.enter_context(locked(lock, self._checkpoint))
+            except BlockingIOError as error:
+                refusal = str(error)
+        refusal = self._ranks.first(refusal)
+        if refusal is not None:  # on all ranks, as others would wait for the first
+            raise BlockingIOError(refusal)
+
+    def _open(self) -> None:
         exists = self._checkpoint is not None and self._checkpoint.exists()
         if self._ranks.first(self._may_resume and exists):
             self._resume()
@@ -186,7 +223,7 @@ class Journal:
         self.save()
 
     def _check_files(self) -> None:
-        """Raise if a file would be overwritten, and make the directory of the checkpoint."""
+        """Raise if a file would be overwritten."""
         for path in (self._checkpoint, self._history):
             if path is None or not path.exists():
                 continue
@@ -198,8 +235,6 @@ class Journal:
             raise FileExistsError(
                 f"{path} exists; resume=True resumes from it, another name starts from scratch"
             )
-        if self._checkpoint is not None:
-            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
 
     def _resume(self) -> None:
         """Take over the checkpoint, which the first rank reads for all."""

@@ -254,6 +254,7 @@ def marglik_training(
     Raises:
         TypeError: If an argument is of the wrong kind; nothing was trained or written then.
         ValueError: If arguments make no sense, alone or together; nothing was trained or written.
+        BlockingIOError: If another run uses ``checkpoint``.
         FileExistsError: If ``checkpoint`` or ``history`` exists and is not resumed from.
         FloatingPointError: If ``max_bad_steps`` steps in a row were not finite.
     """
@@ -300,11 +301,10 @@ def marglik_training(
     trainer.estimator.rehearse()
     loaders.append(settings.data.evidence_loader)
     random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
-    journal = Journal(trainer, random_states, settings.output, ranks)
-    journal.open()
-    if chosen_search is not None and trainer.search["result"] is None:
-        _search(chosen_search, trainer, random_states, journal)
-    trainer.train(journal, random_states)
+    with Journal(trainer, random_states, settings.output, ranks) as journal:
+        if chosen_search is not None and trainer.search["result"] is None:
+            _search(chosen_search, trainer, random_states, journal)
+        trainer.train(journal, random_states)
     return _result(trainer)
 
 

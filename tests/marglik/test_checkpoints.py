@@ -336,6 +336,42 @@ def test_a_damaged_checkpoint_is_refused_or_makes_no_difference(tmp_path, damage
     assert n_refused == 30 if damage == "number" else n_refused > 5
 
 
+# Several processes.
+
+
+def test_a_checkpoint_in_use_is_refused(tmp_path):
+    attempts = []
+
+    def attempt(record, model):
+        for resume in (True, False):
+            with pytest.raises(BlockingIOError) as refusal:
+                noisy_run(tmp_path, resume=resume)
+            attempts.append(str(refusal.value))
+
+    noisy_run(tmp_path, n_epochs=1, callbacks=[attempt])
+    assert len(attempts) == 2
+    for message in attempts:
+        assert f"run.pt is in use by another run, process {os.getpid()} on" in message
+    assert sorted(contents(tmp_path)) == ["run.jsonl", "run.pt"]
+    noisy_run(tmp_path, n_epochs=2, resume=True)
+
+
+def test_a_process_that_uses_a_checkpoint_is_named_and_its_death_frees_it(tmp_path):
+    checkpoint = tmp_path / "held" / "run.pt"
+    process = start_process(tmp_path, "held", 10_000)
+    try:
+        while process.poll() is None and not checkpoint.exists():
+            time.sleep(0.01)
+        with pytest.raises(BlockingIOError, match=f"process {process.pid} on"):
+            noisy_run(checkpoint.parent, n_epochs=10_000, resume=True)
+    finally:
+        process.kill()
+        process.wait()
+    stop = stopping_after(checkpoints.read(checkpoint)["run"]["epoch"] + 1)
+    with pytest.raises(Stop):
+        noisy_run(checkpoint.parent, n_epochs=10_000, resume=True, callbacks=[stop])
+
+
 # How they are written.
 
 
@@ -350,6 +386,8 @@ def test_a_journal_does_nothing_before_it_is_opened(tmp_path):
     assert checkpoints.read(files["checkpoint"])["run"]["epoch"] == 0
     assert files["history"].read_text() == ""
     assert "of epoch 0, is" in journal.last_good()
+    journal.close()
+    assert [path.name for path in files["checkpoint"].parent.iterdir()] == ["run.pt"]
 
 
 def test_checkpoint_executes_no_code(tmp_path):
