@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from laplace import Laplace
+from laplace.utils.matrix import Kron
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -122,6 +123,7 @@ def test_more_columns_take_more_memory_and_work():
     assert one.footprint.values < some.footprint.values < every.footprint.values
     assert one.work < some.work < every.work
     assert str(plan).count("\n") == len(plan.choices) + 2
+    assert one.peak <= one.peak_of_fit
     assert plan.summary().startswith("kron, one random column: ")
     with pytest.raises(KeyError, match="one random column"):
         plan["diagonal"]
@@ -136,6 +138,23 @@ def test_extrapolated_columns_are_those_that_run(monkeypatch):
     exact = li.plan(model, loader, **arguments)["kron, all columns"]
     assert guessed.peak == pytest.approx(exact.peak, rel=0.1)
     assert guessed.work == pytest.approx(exact.work, rel=0.1)
+
+
+def test_what_laplace_starts_from_is_counted():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.rand(1, 30, 20))
+            self.last = nn.Linear(20, 7)
+
+        def forward(self, x):
+            return self.last((x + self.shift).mean(1))
+
+    model, loader = Shifted(), loader_of((30, 20))
+    plan = li.plan(model, loader, hessian_structure="kron", subset_of_weights="all")
+    zeros = Kron.init_from_model(model, "cpu", torch.get_default_dtype())
+    assert plan.default.peak_of_fit > sum(f.nbytes for own in zeros.kfacs for f in own)
+    assert "Laplace.fit alone, with kron, one random column, would take" in str(plan)
 
 
 def test_the_recommendation_follows_the_budget():
@@ -296,7 +315,7 @@ def measure(name):
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = memory_of_process("VmRSS")
     fitted(model, loader, ONE_RANDOM).log_marginal_likelihood().backward()
-    print(json.dumps([plan.default.peak, memory_of_process("VmHWM") - before]))
+    print(json.dumps([plan.default.peak_of_fit, memory_of_process("VmHWM") - before]))
 
 
 @pytest.mark.slow

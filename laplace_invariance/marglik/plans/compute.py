@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,10 +200,19 @@ class _Planner:
         kept = batch.nbytes * batch.n_data // len(batch.y) if self._learns else 0
         if option.subset == "last_layer":  # laplace copies the model
             kept += sum(parameter.nbytes for parameter in self._model.parameters())
-        peak = found.peak(batch.n_batches, kept)
-        options = {**self._given, **option.options}
-        work = found.work / self.step.work
-        return [Choice(option.name, option.structure, option.subset, options, found, peak, work)]
+        zeros = _dense_zeros(backend.params) if option.structure == "kron" else found.factors
+        return [
+            Choice(
+                option.name,
+                option.structure,
+                option.subset,
+                {**self._given, **option.options},
+                found,
+                found.peak(batch.n_batches, kept),
+                found.peak(batch.n_batches, kept, zeros),
+                found.work / self.step.work,
+            )
+        ]
 
     def fitted(self, choices: tuple[Choice, ...], memory: int | None) -> Choice | None:
         """Return the first option that fits, with smaller chunks if it does so only then."""
@@ -239,6 +248,18 @@ def _named(structure: str, columns: str, options: dict[str, Any], subset: str = 
     if subset == "last_layer":
         words.insert(0, "last layer")
     return _Option(", ".join(words), structure, options, subset)
+
+
+def _dense_zeros(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of the zeros that laplace adds the factors of the first batch to.
+
+    They have the rows of a parameter and, as one axis, all others, whatever its structure.
+    """
+    total = 0
+    for parameter in parameters:
+        sides = [parameter.shape[0], parameter.shape[1:].numel()][: parameter.ndim]
+        total += sum(side * side for side in sides) * parameter.element_size()
+    return total
 
 
 def _available(device: torch.device) -> int | None:

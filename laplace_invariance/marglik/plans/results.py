@@ -14,6 +14,8 @@ __all__ = ["Choice", "Plan", "in_bytes", "in_seconds"]
 # Operations per second of a product of matrices, of one core of a present processor.
 RATE = 6e10
 
+MUCH = 1.5  # times the peak, from which on that of Laplace.fit is said
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -25,7 +27,9 @@ class Choice:
         subset_of_weights: As for :func:`~laplace_invariance.marglik_training`.
         backend_kwargs: Options of the backend.
         footprint: Memory and work of its parts.
-        peak: Most bytes that a fit and the gradient of its evidence take, beyond model and data.
+        peak: Most bytes that an estimate in training takes, curvature and the gradient of the
+            evidence, beyond model and data.
+        peak_of_fit: The same of ``Laplace.fit``, which starts from dense zeros for every parameter.
         work: Work of a batch, in training steps on the weights on the same batch.
     """
 
@@ -35,6 +39,7 @@ class Choice:
     backend_kwargs: Mapping[str, Any]
     footprint: Footprint
     peak: int
+    peak_of_fit: int
     work: float
 
     @property
@@ -95,6 +100,12 @@ class Plan:
             cells.append((choice.name, *map(in_bytes, sizes), steps, time))
         lines = [table(cells, right=range(1, len(header)))]
         lines.append(f"a training step on the weights takes {in_bytes(self.training_step)}")
+        default = self.default
+        if default.peak_of_fit > MUCH * default.peak:
+            lines.append(
+                f"Laplace.fit alone, with {default.name}, would take "
+                f"{in_bytes(default.peak_of_fit)}: it starts from dense zeros"
+            )
         return "\n".join([*lines, self.recommendation])
 
     __repr__ = __str__

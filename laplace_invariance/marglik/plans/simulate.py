@@ -90,14 +90,15 @@ class Footprint:
         """Most bytes of activations and gradients of a chunk, without the curvature itself."""
         return max(self.values - self.factors, self.gradients)
 
-    def peak(self, n_batches: int, kept: int) -> int:
+    def peak(self, n_batches: int, kept: int, zeros: int = 0) -> int:
         """Return the most bytes that a fit and the gradient of its evidence take.
 
         Args:
             n_batches: Number of batches.
             kept: Bytes of inputs that a fit keeps for its backward pass.
+            zeros: Bytes of a curvature to which the first batch is added.
         """
-        total = self.factors if n_batches > 1 else 0  # of the batches before
+        total = max(zeros, self.factors if n_batches > 1 else 0)  # of the batches before
         # the sum over chunks, and what the last one added to it
         of_chunks = min(self.n_chunks - 1, 2) * self.factors
         adding = 2 * self.factors if self.n_chunks == 1 else 3 * self.factors
