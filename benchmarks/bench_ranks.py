@@ -19,10 +19,9 @@ import bench
 ROUNDS = 3
 N_IMAGES = 2000
 CASES = {"mlp": "MLP", "cnn": "CNN"}
-SEARCH = {"": "training", "search": "search and training"}
 
 
-def work(net: str, what: str, rank: int, size: int, meeting: str) -> float:
+def work(net: str, rank: int, size: int, meeting: str) -> float:
     """Train in one process, and return how long it took, in seconds."""
     import torch
     import torch.distributed as dist
@@ -30,7 +29,6 @@ def work(net: str, what: str, rank: int, size: int, meeting: str) -> float:
 
     import laplace_invariance as li
     from laplace_invariance.layers import cnn, mlp
-    from laplace_invariance.marglik import Search
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -40,18 +38,17 @@ def work(net: str, what: str, rank: int, size: int, meeting: str) -> float:
     network = {"cnn": cnn, "mlp": mlp}[net]((1, 28, 28), 10)
     model = li.InvariantModel(network, li.AffineImage(), n_samples=8)
     loader = DataLoader(TensorDataset(images, labels), 125, shuffle=True)
-    search = Search(n_steps=10, n_rounds=1) if what else None
     started = time.perf_counter()
-    li.marglik_training(model, loader, n_epochs=4, search=search)
+    li.marglik_training(model, loader, n_epochs=16)
     return time.perf_counter() - started
 
 
-def seconds(net: str, what: str, size: int) -> float:
+def seconds(net: str, size: int) -> float:
     """Return the time of the slowest of some processes."""
     with tempfile.TemporaryDirectory() as directory:
         meeting = str(Path(directory) / "meeting")
         commands = [
-            [sys.executable, __file__, "--work", net, what, str(rank), str(size), meeting]
+            [sys.executable, __file__, "--work", net, str(rank), str(size), meeting]
             for rank in range(size)
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -67,21 +64,20 @@ def measured() -> str:
     """Return the table."""
     rows = []
     for net, name in CASES.items():
-        for what, words in SEARCH.items():
-            best = {1: float("inf"), 2: float("inf")}
-            for _ in range(ROUNDS):
-                for size in best:
-                    best[size] = min(best[size], seconds(net, what, size))
-            times = [f"{best[size]:.1f} s" for size in best]
-            rows.append([name, words, *times, f"{best[1] / best[2]:.2f}"])
-    return bench.table(["network", "", "one process", "two processes", "times faster"], rows)
+        best = {1: float("inf"), 2: float("inf")}
+        for _ in range(ROUNDS):
+            for size in best:
+                best[size] = min(best[size], seconds(net, size))
+        times = [f"{best[size]:.1f} s" for size in best]
+        rows.append([name, *times, f"{best[1] / best[2]:.2f}"])
+    return bench.table(["network", "one process", "two processes", "times faster"], rows)
 
 
 def main() -> None:
     """Measure, or be one of the processes that are measured."""
     if sys.argv[1:2] == ["--work"]:
-        net, what, rank, size, meeting = sys.argv[2:]
-        print(work(net, what, int(rank), int(size), meeting))
+        net, rank, size, meeting = sys.argv[2:]
+        print(work(net, int(rank), int(size), meeting))
         return
     text = measured()
     print(text)
