@@ -231,13 +231,18 @@ class Approximation:
         ):
             yield *self.batch(data), share
 
-    def total(self, loader: Iterable[Any]) -> list[Tensor]:
-        """Return loss and curvature, as of :meth:`curvature`, of all batches and ranks."""
+    def total(self, loader: Iterable[Any]) -> tuple[list[Tensor], int]:
+        """Return loss and curvature, as of :meth:`curvature`, of all batches and ranks.
+
+        And the number of examples that they are of.
+        """
         totals: list[Tensor] = []
+        n_seen = 0
         for x, y, share in self.batches(loader):
             with sharing(share):
                 totals = added(totals, self.curvature(x, y), share)
-        return self._ranks.sum(totals)
+            n_seen += share.n
+        return self._ranks.sum(totals), n_seen
 
     def put(self, tensors: Sequence[Tensor], differentiate: bool = False) -> list[Tensor]:
         """Make loss and curvature of all data, as sums of :meth:`curvature`, those of ``la``.

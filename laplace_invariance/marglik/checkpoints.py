@@ -24,7 +24,7 @@ from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import ALONE, Ranks
 from laplace_invariance.marglik.settings import OutputSettings, Record
 
-__all__ = ["Journal", "RandomStates", "Resumable", "read", "write"]
+__all__ = ["Journal", "Resumable", "read", "write"]
 
 FORMAT = 3
 

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.draws import Share, sharing
 from laplace_invariance.hyper import StepGuard, named_hyperparameters
-from laplace_invariance.marglik.checkpoints import Journal, RandomStates
+from laplace_invariance.marglik.checkpoints import Journal
 from laplace_invariance.marglik.estimators.base import TERMS, Context, finite
 from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.priors import Priors, last_layer_of
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.settings import Record, Settings
 from laplace_invariance.marglik.targets import check_labels
 

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from laplace_invariance.curvature import eigen
+from laplace_invariance.curvature.trace.chunks import part_of
 from laplace_invariance.draws import Share
 
 __all__ = ["ALONE", "Ranks", "present_ranks", "unwrapped", "whole_loader"]
@@ -54,9 +55,14 @@ class Ranks:
         """
         if self.size == 1 or not _has_index(loader):
             for data in loader:
-                y = data[key_y] if isinstance(data, MutableMapping) else data[-1]
+                is_mapping = isinstance(data, MutableMapping)
+                y = data[key_y] if is_mapping else data[-1]
                 share = Share(self.rank, self.size, len(y))
-                yield data if self.size == 1 else _rows_of(data, share), share
+                if self.size > 1 and is_mapping:
+                    data = part_of(data, share.rows, key_y)
+                elif self.size > 1:
+                    data = [part[share.rows] for part in data]
+                yield data, share
             return
         own = _OwnRows(loader.batch_sampler, self)
         for data in _with_batches(loader, own):
@@ -115,28 +121,33 @@ class Ranks:
         twins = eigen.find_twins(factors)
         different = sorted(set(twins))
         owners = _shared_out([eigen.work(factors[i]) for i in different], self.size)
-        found: dict[int, eigen.Pair] = {}
-        for rank in range(self.size):
-            chosen = [i for i, owner in zip(different, owners, strict=True) if owner == rank]
-            pairs = self._decomposed_by(rank, [factors[i].detach() for i in chosen], vectors)
-            found.update(zip(chosen, pairs, strict=True))
-        return [found[twin] for twin in twins]
+        parts: list[list[int]] = [[] for _ in range(self.size)]
+        for i, owner in zip(different, owners, strict=True):
+            parts[owner].append(i)
+        pairs = {i: _empty_pair(factors[i].detach(), vectors) for i in different}
+        own = parts[self.rank]
+        # all ranks at once, before any of them waits for another
+        pairs.update(zip(own, self._decomposed([factors[i] for i in own], vectors), strict=True))
+        for rank, part in enumerate(parts):
+            flat = [tensor for i in part for tensor in pairs[i] if tensor is not None]
+            rest = iter(self._together(flat, partial(dist.broadcast, src=rank)))
+            for i in part:
+                values, directions = next(rest), pairs[i][1]
+                pairs[i] = (values, None if directions is None else next(rest))
+        return [pairs[twin] for twin in twins]
 
-    def _decomposed_by(
-        self, rank: int, factors: Sequence[Tensor], vectors: bool
-    ) -> list[eigen.Pair]:
-        """Return the decompositions that one rank makes."""
-        if not factors:
-            return []
-        pairs = eigen.decompose(factors, vectors) if rank == self.rank else None
-        flat = []
-        for i, factor in enumerate(factors):
-            empty = (factor.new_empty(factor.shape[: max(1, factor.ndim - 1)]), factor)
-            values, own = empty if pairs is None else pairs[i]
-            flat += [values] if own is None or factor.ndim == 1 or not vectors else [values, own]
-        rest = iter(self._together(flat, partial(dist.broadcast, src=rank)))
-        has_vectors = [vectors and factor.ndim > 1 for factor in factors]
-        return [(next(rest), next(rest) if has else None) for has in has_vectors]
+    def _decomposed(self, factors: Sequence[Tensor], vectors: bool) -> list[eigen.Pair]:
+        """Decompose the factors of this rank; raise if any rank cannot decompose its own."""
+        found: list[eigen.Pair] = []
+        refusal = None
+        try:
+            found = eigen.decompose(factors, vectors)
+        except torch.linalg.LinAlgError as error:
+            refusal = str(error)
+        for other in self.gather(refusal):
+            if other is not None:
+                raise torch.linalg.LinAlgError(other)
+        return found
 
     def _together(
         self, tensors: Sequence[Tensor], communicate: Callable[[Tensor], Any]
@@ -230,17 +241,6 @@ def whole_loader(loader: Any, ranks: Ranks) -> Any:
     return _with_batches(loader, BatchSampler(every, size, batches.drop_last))
 
 
-def _rows_of(data: Any, share: Share) -> Any:
-    """Return some rows of a batch, as a loader yields it."""
-    if not isinstance(data, MutableMapping):
-        return [part[share.rows] for part in data]
-    parts = {}
-    for name, value in data.items():
-        is_cut = isinstance(value, Tensor) and value.ndim > 0 and len(value) == share.n
-        parts[name] = value[share.rows] if is_cut else value
-    return type(data)(parts)  # type: ignore[call-arg]  # such as a dict
-
-
 def _has_index(loader: Any) -> bool:
     """Return whether batches are made of the examples that a batch sampler names."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -279,6 +279,13 @@ def _with_batches(loader: DataLoader, batches: Sampler[list[int]]) -> DataLoader
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
     )
+
+
+def _empty_pair(factor: Tensor, vectors: bool) -> eigen.Pair:
+    """Return tensors of the shapes that the decomposition of a factor has."""
+    if factor.ndim == 1:
+        return factor, None
+    return factor[..., 0], factor if vectors else None
 
 
 def _shared_out(work: Sequence[float], size: int) -> list[int]:

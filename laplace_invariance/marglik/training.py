@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.marglik.checkpoints import Journal, RandomStates
+from laplace_invariance.marglik.checkpoints import Journal
 from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import present_ranks, unwrapped, whole_loader
 from laplace_invariance.marglik.search import Search, SearchResult, space_of
 from laplace_invariance.marglik.settings import (

@@ -29,6 +29,7 @@ import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedEF
 from laplace_invariance.marglik import Augerino, KernelBound, Refit, Running, checkpoints
 from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.randomness import RandomStates
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 
@@ -378,7 +379,7 @@ def test_a_process_that_uses_a_checkpoint_is_named_and_its_death_frees_it(tmp_pa
 def test_a_journal_does_nothing_before_it_is_opened(tmp_path):
     files = {"checkpoint": tmp_path / "a" / "run.pt", "history": tmp_path / "b" / "run.jsonl"}
     trainer = Trainer(plain_network(), training_settings(shuffled(labelled_points()), **files))
-    random_states = checkpoints.RandomStates(trainer.model, [])
+    random_states = RandomStates(trainer.model, [])
     journal = checkpoints.Journal(trainer, random_states, trainer.settings.output)
     assert not list(tmp_path.iterdir())
     assert journal.last_good() == "no checkpoint was asked for"

@@ -22,6 +22,7 @@ import laplace_invariance as li
 from laplace_invariance.layers.sparse import SparseLinear2d
 from laplace_invariance.marglik import MAP, Running, checkpoints
 from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.randomness import RandomStates
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 
@@ -31,7 +32,7 @@ def trainer_of(model, **arguments):
 
 
 def train(trainer):
-    random_states = checkpoints.RandomStates(trainer.model, [])
+    random_states = RandomStates(trainer.model, [])
     journal = checkpoints.Journal(trainer, random_states, trainer.settings.output)
     journal.open()
     trainer.train(journal, random_states)

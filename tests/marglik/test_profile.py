@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.marglik import Profile
 from laplace_invariance.marglik import profile as package_function
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.evidence import settings_of_evidence
 from laplace_invariance.marglik.profiles import profile_of
 from laplace_invariance.marglik.profiles.ranges import around
 from laplace_invariance.marglik.profiles.retuning import Amounts, Retuning
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.pilots import Pilots
 
 LEARNT = 0.2  # of the network

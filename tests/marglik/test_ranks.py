@@ -11,6 +11,7 @@ from pathlib import Path
 import laplace
 import pytest
 import torch
+import torch.distributed as dist
 from builders import invariant_network, labelled_points
 from torch import nn
 from torch.testing import assert_close
@@ -151,6 +152,26 @@ def test_work_is_shared_out_evenly():
     for owner, work in zip(owners, [1.0, 8.0, 4.0, 3.0, 2.0], strict=True):
         loads[owner] += work
     assert loads == [9.0, 9.0]
+
+
+def test_all_ranks_decompose_before_one_waits_for_another(monkeypatch):
+    """Also the last one, which gets the results of others first."""
+    events = []
+    decompose = eigen.decompose
+    monkeypatch.setattr(
+        eigen, "decompose", lambda *args: events.append("decompose") or decompose(*args)
+    )
+    monkeypatch.setattr(dist, "broadcast", lambda flat, src: events.append(f"from {src}"))
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value])
+    factors = [torch.eye(n) for n in (2, 3, 5)]
+    Ranks(1, 2).decompose([*factors, factors[0]])
+    assert events == ["decompose", "from 0", "from 1"]
+
+
+def test_a_decomposition_that_fails_on_one_rank_fails_on_all(monkeypatch):
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, "no convergence"])
+    with pytest.raises(torch.linalg.LinAlgError, match="no convergence"):
+        Ranks(0, 2).decompose([torch.eye(3), torch.eye(2)])
 
 
 def test_work_of_a_decomposition_grows_with_the_cube():

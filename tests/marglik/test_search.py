@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance import datasets
 from laplace_invariance.marglik import MAP, Augerino, Search
-from laplace_invariance.marglik.checkpoints import RandomStates
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Space
 from laplace_invariance.marglik.search.pilots import Pilots
 

@@ -17,8 +17,8 @@ from laplace_invariance.layers import (
     start_precisions,
 )
 from laplace_invariance.marglik import Search
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search import PathSpace, space_of
 from laplace_invariance.marglik.search.pilots import Pilots
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.marglik import Suggestion, Suggestions
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Space
 from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.suggestions import compare

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.curvature.constant import constant_curvature
-from laplace_invariance.draws import Share, sharing
+from laplace_invariance.draws import Share
 from laplace_invariance.hyper import StepGuard
 from laplace_invariance.marglik.approximation import (
     Approximation,
-    added,
     constant,
     learnt_hyperparameters,
     replayable,
@@ -222,14 +221,8 @@ class RunningEstimator:
         Returns:
             Log evidence of all data; minus infinity if it is not finite.
         """
-        n_seen = 0
-        totals: list[Tensor] = []
         with replayable(seed):
-            for x, y, share in self.approximation.batches(loader):
-                with sharing(share):
-                    totals = added(totals, self.approximation.curvature(x, y), share)
-                n_seen += share.n
-        totals = self._ranks.sum(totals)
+            totals, n_seen = self.approximation.total(loader)
         weight = self.approximation.n_data / n_seen
         try:
             self.approximation.put([weight * total for total in totals])
@@ -320,7 +313,8 @@ class RunningEstimator:
         la = approximation.la
         loader = self._settings.data.ordered_loader
         with constant(learnt_hyperparameters(la.model)), replayable(SEED, signs):
-            approximation.put(approximation.total(loader))
+            total, _ = approximation.total(loader)
+            approximation.put(total)
         return approximation
 
     # Steps that estimators share.

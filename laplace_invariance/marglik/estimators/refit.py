@@ -13,8 +13,8 @@ from torch import Tensor
 
 from laplace_invariance.draws import Share, sharing
 from laplace_invariance.marglik.approximation import added, fresh_seed, replayable
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.estimators.base import Context, Estimator, RunningEstimator
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.settings import Record, check_numbers
 
 __all__ = ["Refit"]

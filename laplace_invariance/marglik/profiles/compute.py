@@ -10,11 +10,11 @@ import tqdm
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.evidence import settings_of_evidence
 from laplace_invariance.marglik.profiles.known import KnownEvidences
 from laplace_invariance.marglik.profiles.results import Profile
 from laplace_invariance.marglik.profiles.retuning import Amounts, Retuning
+from laplace_invariance.marglik.randomness import RandomStates
 
 __all__ = ["profile"]
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.profiles.following import N_LOOKS, Following, followers
 from laplace_invariance.marglik.profiles.ranges import Range
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.settings import Settings, check_numbers
 from laplace_invariance.marglik.targets import check_targets, targets_of
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Subset
 
 from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
 from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import ALONE
 from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, space_of
 from laplace_invariance.marglik.settings import Settings

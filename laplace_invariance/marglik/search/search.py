@@ -11,8 +11,8 @@ from typing import Any
 import tqdm
 from torch import nn
 
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.priors import Priors
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import Ranks
 from laplace_invariance.marglik.search.candidates import MOST_OPENED
 from laplace_invariance.marglik.search.pilots import Pilot, Pilots, n_units

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.marglik.checkpoints import RandomStates
 from laplace_invariance.marglik.estimators.base import finite
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.settings import Settings
