@@ -10,6 +10,7 @@ phases among its outputs.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,16 @@ __all__ = [
 LAYER_KINDS = {
     "rich": "input, norms, normalised linear and normalised quadratic units",
     "selu": "linear units with SELU, started as these should be",
+    "relu": "linear units with ReLU",
+    "tanh": "linear units with tanh, a sigmoid from -1 to 1",
+    "sigmoid": "linear units with a sigmoid",
+}
+# activation, and the gain of initial weights before it
+_ACTIVATIONS: dict[str, tuple[type[nn.Module], float]] = {
+    "selu": (nn.SELU, 1.0),
+    "relu": (nn.ReLU, math.sqrt(2)),
+    "tanh": (nn.Tanh, 5 / 3),
+    "sigmoid": (nn.Sigmoid, 1.0),
 }
 
 
@@ -103,15 +114,19 @@ def network(
             modules.append(rich)
             in_features = rich.out_features
         else:
-            modules += [_selu_linear(in_features, width), nn.SELU()]
+            activation, gain = _ACTIVATIONS[layer]
+            modules += [_linear(in_features, width, gain), activation()]
             in_features = width
     return nn.Sequential(*modules, nn.Linear(in_features, out_features))
 
 
-def _selu_linear(in_features: int, width: int) -> nn.Linear:
-    """Return a linear layer whose initial weights keep the outputs of SELU at unit variance."""
+def _linear(in_features: int, width: int, gain: float) -> nn.Linear:
+    """Return a linear layer with weights of variance ``gain^2 / in_features`` and no bias at first.
+
+    A gain of 1 keeps the outputs of SELU at unit variance.
+    """
     linear = nn.Linear(in_features, width)
-    nn.init.normal_(linear.weight, std=in_features**-0.5)
+    nn.init.normal_(linear.weight, std=gain * in_features**-0.5)
     nn.init.zeros_(linear.bias)
     return linear
 

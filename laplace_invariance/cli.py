@@ -35,6 +35,7 @@ from laplace_invariance.experiments.options import (
     MeasureConfig,
     PairsConfig,
     ProfileConfig,
+    ReproduceConfig,
     SuggestConfig,
     VariationalConfig,
 )
@@ -125,6 +126,16 @@ VERBS = {
         "Train a network of one hidden layer, whose weights are rotated, on images that were "
         "rotated, and learn by the ELBO how far they were, from several starts; compare with fixed "
         "ranges and a point estimate.",
+    ),
+    "reproduce": Verb(
+        ReproduceConfig,
+        "repeat a table of a paper, as far as it has not been run",
+        "Run what is missing of a table of one of the papers that are implemented here, several "
+        "runs at a time, keep one small file of each, and print the table; call it again to "
+        "continue.",
+        out="results",
+        resumes=False,
+        before_files=None,
     ),
     "demo": Verb(
         DemoConfig,

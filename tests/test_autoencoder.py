@@ -140,7 +140,7 @@ def test_loss_has_a_gradient_where_codes_are_equal():
         (lambda: RichLayer(3), "give n_pairs for in_features=3"),
         (lambda: RichLayer(4, 0), "must be positive, got 4, 0 and"),
         (lambda: RichLayer(4, eps=0.0), "must be positive, got 4, 2 and 0.0"),
-        (lambda: network("relu", 2, 2, 1, 4), "unknown layer 'relu'; choose from rich, selu"),
+        (lambda: network("gelu", 2, 2, 1, 4), "unknown layer 'gelu'; choose from rich, selu"),
         (lambda: network("rich", 2, 2, 1, 5), "width must be even, got 5"),
         (lambda: network("selu", 2, 2, -1, 5), "no negative depth, got .*depth=-1"),
         (

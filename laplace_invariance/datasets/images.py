@@ -7,7 +7,7 @@ what comes in from outside of a transformed image is background; networks standa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,12 @@ __all__ = [
 _RANGES: dict[str, dict[str, float]] = {
     "fully_rotated": {"rotation": math.pi},
     "partially_rotated": {"rotation": math.pi / 2},
-    "translated": {"x_translation": 4 / 7, "y_translation": 4 / 7},
+    "translated": {},  # depends on the size
     "scaled": {"x_scale": math.log(2), "y_scale": math.log(2)},
     "original": {},
 }
+_PIXELS_MOVED = 8  # by which an image is translated at most, or
+_SHARE_MOVED = 2 / 7  # of its width, if that is less: the same at 28 x 28
 _GENERATORS = ("x_translation", "y_translation", "rotation", "x_scale", "y_scale", "shear")
 _WARPED_AT_ONCE = 4096  # images; a grid of coordinates is twice as large as a grey image
 
@@ -50,12 +52,15 @@ QUADRANT_TASKS = {
 }
 
 
-def true_ranges(kind: str | Mapping[str, float]) -> dict[str, float]:
+def true_ranges(
+    kind: str | Mapping[str, float], shape: Sequence[int] = (28, 28)
+) -> dict[str, float]:
     """Return how far images of a kind are transformed along each generator of ``AffineImage``.
 
     Args:
         kind: One of ``TRANSFORM_KINDS``; hyphens may stand for underscores. Or ranges by name, of
             rotation, translations, and one for both scales.
+        shape: Shape of the images, of which the last two are height and width.
 
     Returns:
         Ranges by name: rotation in radians, translation in half-widths, scale in logarithms of
@@ -73,7 +78,15 @@ def true_ranges(kind: str | Mapping[str, float]) -> dict[str, float]:
         if name not in _RANGES:
             raise ValueError(f"unknown kind {kind!r}; choose from {', '.join(TRANSFORM_KINDS)}")
         ranges = _RANGES[name]
+        if name == "translated":
+            y, x = (_moved(size) for size in shape[-2:])
+            ranges = {"x_translation": x, "y_translation": y}
     return {generator: ranges.get(generator, 0.0) for generator in _GENERATORS}
+
+
+def _moved(size: int) -> float:
+    """Return a translation in half-widths, which are those between the outermost pixels."""
+    return 2 * min(_PIXELS_MOVED, _SHARE_MOVED * size) / max(size - 1, 1)
 
 
 def transformed(
@@ -82,9 +95,9 @@ def transformed(
     """Transform each image by a draw of its own, bilinearly, with zeros outside.
 
     Draws are uniform within plus or minus :func:`true_ranges`. An image is "fully_rotated" by up to
-    180 degrees to either side, "partially_rotated" by up to 90, "translated" by up to 4/7 of its
-    half-width and, independently, of its half-height (8 pixels at 28 x 28), "scaled" by a factor
-    between 1/2 and 2, the same for both axes, or left as it is ("original").
+    180 degrees to either side, "partially_rotated" by up to 90, "translated" by up to 8 pixels
+    along each axis, independently (2/7 of the size if that is less, as below 28 x 28), "scaled" by
+    a factor between 1/2 and 2, the same for both axes, or left as it is ("original").
 
     Args:
         images: Images ``[n, channels, height, width]`` in [0, 1].
@@ -94,8 +107,8 @@ def transformed(
     Returns:
         Images of the same shape.
     """
-    ranges = true_ranges(kind)
     check_images(images)
+    ranges = true_ranges(kind, images.shape)
     if not any(ranges.values()):
         return images
     return warp(images, sample_maps(images, kind, generator))
@@ -105,7 +118,7 @@ def sample_maps(
     images: Tensor, kind: str | Mapping[str, float], generator: torch.Generator | None = None
 ) -> Tensor:
     """Draw the affine maps ``[n, 2, 3]`` by which :func:`transformed` warps ``n`` images."""
-    ranges = true_ranges(kind)
+    ranges = true_ranges(kind, images.shape)
     angle, log_factor, x, y = uniform((len(images), 4), images, generator).unbind(-1)
     angle = angle * ranges["rotation"]
     factor = (log_factor * ranges["x_scale"]).exp()

@@ -77,7 +77,8 @@ def load(
             ``[n, h, w, c]`` or ``[n, c, h, w]``, of uint8, or floating point in [0, 1], and labels
             0, 1, 2, ...; or a folder with one subfolder of images per class, as for torchvision's
             ImageFolder, or with two such folders, train and test.
-        root: Directory of torchvision's data sets.
+        root: Directory of torchvision's data sets, or of archives of that name, such as
+            ``fashion_mnist.npz``.
         download: Whether to fetch a data set of torchvision that is not there.
         n_train: Size of a random subset of the training data; None is all. Smaller subsets are
             parts of larger ones.
@@ -181,6 +182,9 @@ def _read_digits() -> Arrays:
 
 
 def _read_torchvision(name: str, root: Path, download: bool) -> Arrays:
+    archive = root / f"{name.replace('-', '_')}.npz"
+    if archive.exists():
+        return _read_npz(archive)
     from torchvision import datasets
 
     arrays: Arrays = {}
@@ -193,7 +197,7 @@ def _read_torchvision(name: str, root: Path, download: bool) -> Arrays:
                 raise
             raise FileNotFoundError(
                 f"{name} is not complete in {root.resolve()}; pass download=True (--download) to "
-                "fetch it, another root, or the path of an .npz file"
+                f"fetch it, another root, or {archive.name} in it"
             ) from error
         arrays[f"x_{part}"] = np.asarray(data.data)
         arrays[f"y_{part}"] = np.asarray(data.targets)

@@ -9,6 +9,7 @@
 :mod:`.measure`         Measure how invariant networks are, in and out of distribution.
 :mod:`.pairs`           Learn a code that ignores unknown transformations, from pairs.
 :mod:`.variational`     Learn a range of rotations by a lower bound on the evidence.
+:mod:`.reproduce`       Repeat a table of a paper.
 :mod:`.demo`            Run a small demonstration.
 ======================  ==========================================================================
 

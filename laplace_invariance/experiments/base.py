@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,6 +43,7 @@ __all__ = [
     "image_model",
     "load_images",
     "load_transformed",
+    "log_likelihood",
     "network_name",
     "say",
     "seeded",
@@ -199,6 +201,23 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = TEST_BA
         for x, y in DataLoader(dataset, batch_size):
             correct += int((model(x.to(device)).argmax(-1) == y.to(device)).sum().item())
     return correct / len(dataset)
+
+
+@torch.no_grad()
+def log_likelihood(model: nn.Module, dataset: TensorDataset, batch_size: int = TEST_BATCH) -> float:
+    """Return the mean log-likelihood of labels under a model in evaluation mode.
+
+    Args:
+        model: Network with outputs ``[batch, classes]``.
+        dataset: Inputs and labels.
+        batch_size: Number of inputs at a time.
+    """
+    total = 0.0
+    device = next(model.parameters(), torch.empty(0)).device
+    with evaluation(model):
+        for x, y in DataLoader(dataset, batch_size):
+            total -= F.cross_entropy(model(x.to(device)), y.to(device), reduction="sum").item()
+    return total / len(dataset)
 
 
 def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:

@@ -11,10 +11,12 @@ from typing import Literal
 Transform = Literal["fully_rotated", "partially_rotated", "translated", "scaled", "original"]
 Rotation = Literal["fully_rotated", "partially_rotated", "original"]
 RangeName = Literal["x_translation", "y_translation", "rotation", "x_scale", "y_scale", "shear"]
-NetworkName = Literal["mlp", "cnn", "resnet"]
+NetworkName = Literal["mlp", "cnn", "lenet", "resnet", "wide-resnet"]
 EstimatorName = Literal["running", "refit", "kernel"]
 WeightsSubset = Literal["all", "last_layer"]
-LearnMethod = Literal["evidence", "none", "augerino", "fixed", "trivial-augment"]
+LearnMethod = Literal[
+    "evidence", "none", "augerino", "augerino-published", "fixed", "trivial-augment"
+]
 Switch = Literal["on", "off"]
 Curvature = Literal["ggn", "ef"]
 Structure = Literal["kron", "diag", "full"]
@@ -26,20 +28,49 @@ PriorStructure = Literal["layerwise", "path", "scalar"]
 MeasureMethod = Literal["plain", "augmented", "regularised", "tied", "evidence"]
 MeasureGroup = Literal["quarter-turns", "rotations"]
 PairsTask = Literal["dft", "shift", "two-part", "permutation", "scaled-shift"]
-PairsLayer = Literal["rich", "selu"]
+PairsLayer = Literal["rich", "selu", "relu", "tanh", "sigmoid"]
 VariationalMethod = Literal["learnt", "fixed", "point"]
 Activation = Literal["cosine", "relu"]
 Draws = Literal["independent", "sobol", "grid"]
 DemoName = Literal["points"]
+Scale = Literal["small", "large", "paper"]
+Omega = Literal["fixed", "weight"]
+GroupKernel = Literal["pointwise", "separable", "full"]
+TableName = Literal[
+    "input-mlp",
+    "quadrants",
+    "layers-cifar",
+    "input-cifar",
+    "layers-groups",
+    "input-cnn",
+    "input-all",
+    "input-ablation",
+    "input-sizes",
+    "shallow",
+    "codes",
+    "genuine",
+]
 
 LEARN_METHODS: dict[LearnMethod, str] = {
     "evidence": "ranges learnt by evidence",
     "none": "no invariance, priors learnt by evidence",
     "augerino": "ranges learnt by the loss and a reward for wide ones, priors by evidence",
+    "augerino-published": (
+        "the same with a reward of 0.01, from zero, and a fixed weight decay instead of priors"
+    ),
     "fixed": "fixed ranges, as many samples, priors learnt by evidence",
     "trivial-augment": (
         "torchvision's TrivialAugmentWide on training images, priors learnt by evidence"
     ),
+}
+SCALES: dict[Scale, str] = {
+    "small": "minutes, on images that come with scikit-learn",
+    "large": "hours, on some thousand images",
+    "paper": "that of the paper, days on a GPU",
+}
+OMEGAS: dict[Omega, str] = {
+    "fixed": "stays",
+    "weight": "learnt with the weights, under a prior of its own",
 }
 SEARCH: dict[Switch, str] = {
     "on": "many are tried in short trainings, and the best is where ranges start",

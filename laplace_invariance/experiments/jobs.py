@@ -1,4 +1,4 @@
-"""Runs of ``learn`` side by side, each in a process of its own with one thread.
+"""Experiments side by side, each in a process of its own with one thread.
 
 A process gets its task as the first line of its standard input, and answers with a line of JSON.
 It ends when that input is closed, so that none is left behind however its parent ends.
@@ -14,18 +14,20 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 import tqdm
 
 from laplace_invariance.allocator import keep_freed_memory
-from laplace_invariance.experiments.options import LearnConfig
+from laplace_invariance.experiments import options
+from laplace_invariance.experiments.checks import Config
 
-__all__ = ["FailedRuns", "run_side_by_side"]
+__all__ = ["FailedRuns", "run_side_by_side", "verb_of"]
 
 PACKAGE = Path(__file__).parents[1]
 PAUSE = 0.1  # seconds from one look at the processes to the next
@@ -112,14 +114,15 @@ class _Job:
 
 
 def run_side_by_side(
-    runs: Mapping[str, LearnConfig],
+    runs: Mapping[str, Config],
     out: Path,
     n_jobs: int,
     *,
     resume: bool = False,
     progress_bar: bool = False,
+    done: Callable[[str], object] = str,
 ) -> None:
-    """Run ``learn`` for several configurations, some at a time; results are in the directories.
+    """Run experiments of several configurations, some at a time; results are in the directories.
 
     A run that fails does not end the others. If the call is interrupted, all processes end.
 
@@ -129,6 +132,7 @@ def run_side_by_side(
         n_jobs: Number of processes at a time.
         resume: Whether to continue what is there; finished runs are not run again.
         progress_bar: Whether to show progress.
+        done: Called with the name of every run that has ended well, as soon as it has.
 
     Raises:
         FailedRuns: If runs failed, after all have ended.
@@ -147,6 +151,8 @@ def run_side_by_side(
             if answer["error"] is not None:
                 failed[job.name] = answer["error"]
                 line = f"{job.name} failed: {answer['error']}"
+            else:
+                done(job.name)
             if progress_bar:
                 bar.write(line, file=sys.stderr)
             bar.update()
@@ -155,7 +161,7 @@ def run_side_by_side(
 
 
 def _ended(
-    runs: Mapping[str, LearnConfig],
+    runs: Mapping[str, Config],
     names: list[str],
     out: Path,
     n_jobs: int,
@@ -179,10 +185,16 @@ def _ended(
                 yield job
 
 
-def _task(config: LearnConfig, out: Path, resume: bool) -> dict[str, Any]:
+def verb_of(config: Config) -> str:
+    """Return the name of the experiment that a configuration is of."""
+    return type(config).__name__.removesuffix("Config").lower()
+
+
+def _task(config: Config, out: Path, resume: bool) -> dict[str, Any]:
     import torch
 
     return {
+        "verb": verb_of(config),
         "config": asdict(config),
         "out": str(out.absolute()),
         "resume": resume,
@@ -217,12 +229,13 @@ def main() -> None:
 def _run(task: Mapping[str, Any]) -> None:
     import torch
 
-    from laplace_invariance.experiments.learn import learn
-
+    verb = task["verb"]
+    run = getattr(import_module(f"laplace_invariance.experiments.{verb}"), verb)
+    config = getattr(options, f"{verb.capitalize()}Config")(**task["config"])
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, task["dtype"]))
-    learn(LearnConfig(**task["config"]), task["out"], resume=task["resume"])
+    run(config, task["out"], resume=task["resume"])
 
 
 def _end_with_parent() -> None:

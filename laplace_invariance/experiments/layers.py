@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from laplace.baselaplace import ParametricLaplace
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laplace_invariance import datasets, plots
 from laplace_invariance.experiments.base import (
@@ -29,6 +30,7 @@ from laplace_invariance.experiments.base import (
     cosine_recipe,
     draw_evidence,
     load_images,
+    log_likelihood,
     seeded,
     training_seconds,
     with_error,
@@ -75,6 +77,7 @@ class LayersResult:
     Attributes:
         config: Configuration of the run.
         accuracy: Accuracy on the test images.
+        log_likelihood: Log-likelihood per test image.
         evidence: Log evidence per training image, of all directions of the loss Hessian.
         evidence_error: Standard error of the evidence; 0 if it is exact, as up to 33 classes.
         seconds: Duration of search and training, estimates included.
@@ -88,6 +91,7 @@ class LayersResult:
 
     config: LayersConfig
     accuracy: float
+    log_likelihood: float
     evidence: float
     evidence_error: float
     seconds: float
@@ -102,6 +106,7 @@ class LayersResult:
         return {
             "experiment": asdict(self.config),
             "accuracy": self.accuracy,
+            "log_likelihood": self.log_likelihood,
             "evidence": self.evidence,
             "evidence_error": self.evidence_error,
             "seconds": self.seconds,
@@ -122,7 +127,10 @@ class LayersResult:
             labelled("method", f"{config.method}: {LAYERS_METHODS[config.method]}"),
             labelled("start", self._start_words()),
             labelled("layers", ", ".join(self.report.chosen.values())),
-            labelled("test accuracy", f"{self.accuracy:.1%}"),
+            labelled(
+                "test accuracy",
+                f"{self.accuracy:.1%}, log-likelihood {self.log_likelihood:.3f} per image",
+            ),
             labelled("without", _without_words(self.ablation)),
             labelled("log evidence", f"{evidence} per training image"),
             labelled("time", f"{self.seconds:.0f} s"),
@@ -194,7 +202,7 @@ def _read(config: LayersConfig, directory: RunDirectory) -> LayersResult | None:
     rows = []
     for paths in summary["report"].values():
         rows += [PathReport(**row) for row in paths.values()]
-    names = ("accuracy", "evidence", "evidence_error", "seconds")
+    names = ("accuracy", "log_likelihood", "evidence", "evidence_error", "seconds")
     numbers = {name: summary[name] for name in names}
     history = [json.loads(line) for line in path.read_text().splitlines()]
     return LayersResult(
@@ -234,6 +242,8 @@ def _model(config: LayersConfig, images: Tensor, n_classes: int) -> nn.Module:
         config.width,
         in_shape=SIZE,
         scale=config.scale,
+        kernel=config.kernel,
+        omega=config.omega,
     )
     named: OrderedDict[str, nn.Module] = OrderedDict(standardise=Standardise.of(images))
     named.update(net.named_children())
@@ -249,7 +259,9 @@ def _train(
     progress_bar: bool,
 ) -> LayersResult:
     started = time.perf_counter()
-    loader = DataLoader(train, config.batch_size, shuffle=True)
+    collate = _mirrored_and_shifted if config.augment else None
+    loader = DataLoader(train, config.batch_size, shuffle=True, collate_fn=collate)
+    as_they_are = DataLoader(train, config.marglik_batch_size)
     recipe = cosine_recipe(
         config.n_epochs,
         len(loader),
@@ -269,7 +281,7 @@ def _train(
         prior_prec_init=_start(config, model),
         search=SEARCH if config.start == "search" else None,
         lr_hyp=config.lr_hyp,
-        marglik_batch_size=config.marglik_batch_size,
+        marglik_loader=as_they_are,
         valid_loader=DataLoader(TensorDataset(*test[:N_SHOWN]), TEST_BATCH),
         checkpoint=directory.path("checkpoint.pt"),
         history=directory.path("history.jsonl"),
@@ -279,10 +291,11 @@ def _train(
     )
     assert isinstance(training.la, ParametricLaplace)  # since prior precisions are learnt
     seconds = max(training_seconds(training.history), time.perf_counter() - started)
-    without = ablation(training.la, loader, DataLoader(test, TEST_BATCH))
+    without = ablation(training.la, as_they_are, DataLoader(test, TEST_BATCH))
     return LayersResult(
         config,
         accuracy=accuracy(model, test),
+        log_likelihood=log_likelihood(model, test),
         evidence=training.evidence / len(train),
         evidence_error=training.evidence_error / len(train),
         seconds=seconds,
@@ -292,6 +305,18 @@ def _train(
         search=None if training.search is None else training.search.state_dict(),
         training=training,
     )
+
+
+def _mirrored_and_shifted(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Collate examples, each image mirrored or not and shifted by up to an eighth of its size."""
+    images, labels = default_collate(examples)
+    reach = images.shape[-1] // 8
+    moved = []
+    for image, mirrored in zip(images, (torch.rand(len(images)) < 0.5).tolist(), strict=True):
+        framed = F.pad(image.flip(-1) if mirrored else image, [reach] * 4)
+        y, x = torch.randint(2 * reach + 1, (2,)).tolist()
+        moved.append(framed[:, y : y + image.shape[-2], x : x + image.shape[-1]])
+    return torch.stack(moved), labels
 
 
 def _objective(config: LayersConfig) -> Objective:

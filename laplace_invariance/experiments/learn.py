@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from laplace_invariance.experiments.options import LearnConfig
 from laplace_invariance.experiments.reports import learn_report
 from laplace_invariance.experiments.results import LearnResult, data_of
 from laplace_invariance.files import replace
-from laplace_invariance.layers import FixupResNet, cnn, mlp
+from laplace_invariance.layers import FixupResNet, cnn, lenet, mlp
 from laplace_invariance.marglik import (
     Augerino,
     Evidence,
@@ -66,12 +67,21 @@ __all__ = [
 CURVATURES: dict[str, type[AugmentedGGN | AugmentedEF]] = {"ggn": AugmentedGGN, "ef": AugmentedEF}
 
 START_OF_AUGERINO = 0.1
+PUBLISHED_STRENGTH = 0.01  # of Augerino's reward, and
+PUBLISHED_DECAY = 1e-4  # of weights, by the mean loss
 MOST_FULL = 10_000  # weights whose full curvature fits into memory
+
+
+def _resnet(in_shape: tuple[int, ...], n_classes: int, depth: int, width: int) -> FixupResNet:
+    return FixupResNet(in_shape[0], n_classes, depth, width)
+
 
 LEARN_NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "mlp": mlp,
     "cnn": cnn,
-    "resnet": lambda in_shape, n_classes: FixupResNet(in_shape[0], n_classes, depth=8),
+    "lenet": lenet,
+    "resnet": partial(_resnet, depth=8, width=16),
+    "wide-resnet": partial(_resnet, depth=14, width=64),
 }
 
 
@@ -140,7 +150,7 @@ def _result(
     rate = None
     if split.has_test:
         rate = accuracy(training.model, TensorDataset(split.x_test, split.y_test))
-    true = datasets.true_ranges(config.transform)
+    true = datasets.true_ranges(config.transform, split.in_shape)
     return LearnResult(
         config,
         data=data_of(split),
@@ -223,12 +233,16 @@ def _augmentation(config: LearnConfig) -> AffineImage | None:
         return AffineImage(init=dict(config.init), **options)
     if config.method == "augerino":
         return AffineImage(init=dict(config.init) or START_OF_AUGERINO, **options)
+    if config.method == "augerino-published":
+        return AffineImage(init=dict(config.init), **options)
     return None
 
 
 def _objective(config: LearnConfig) -> Objective:
     if config.method == "augerino":
         return Augerino(config.strength)
+    if config.method == "augerino-published":
+        return Augerino(PUBLISHED_STRENGTH, learn_priors=False)
     return Evidence()
 
 
@@ -252,8 +266,11 @@ def _train(
     if config.curvature == "ef":  # of gradients, whose directions are not sampled
         recipe["backend_kwargs"] = {}
     rate = config.lr_aug
-    if config.method == "augerino":
+    if config.method in ("augerino", "augerino-published"):
         rate = config.lr_augerino
+    precision = 1.0
+    if config.method == "augerino-published":
+        precision = PUBLISHED_DECAY * len(train)
     evidence_loader = DataLoader(train, MARGLIK_BATCH)
     if progress_bar and directory.writes and _estimator(config) != "kernel":
         say(_planned(config, model, evidence_loader, recipe["backend_kwargs"]), progress_bar)
@@ -267,6 +284,7 @@ def _train(
         subset_of_weights=config.subset_of_weights,
         hessian_structure=config.structure,
         prior_structure=config.prior_structure,
+        prior_prec_init=precision,
         marglik_loader=evidence_loader,
         valid_loader=shown,
         checkpoint=directory.path("checkpoint.pt"),

@@ -92,7 +92,7 @@ class LearnResult:
     def shown(self) -> list[str]:
         """Names of the ranges that are learnt, or fixed and not zero."""
         learnt: Sequence[str] = ()
-        if self.config.method in ("evidence", "augerino"):
+        if self.config.method in ("evidence", "augerino", "augerino-published"):
             learnt = self.config.learn
         reach = self.magnitudes
         return [name for name in reach if name in learnt or reach[name] > LEAST_SHOWN]

@@ -5,7 +5,7 @@ from laplace_invariance.layers.convert import convert
 from laplace_invariance.layers.factored import FactoredLinear2d, Linear2d, SlotLinear
 from laplace_invariance.layers.fixup import FixupResNet, ScalarBias, ScalarScale
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
-from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, mlp
+from laplace_invariance.layers.networks import Standardise, cnn, equivariant_cnn, lenet, mlp
 from laplace_invariance.layers.paths import PATHS, PathKind, PathSpec, pathway
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
 from laplace_invariance.layers.residual import OnGroup, ResidualPathway
@@ -50,6 +50,7 @@ __all__ = [
     "convert",
     "equivariant_cnn",
     "free_paths",
+    "lenet",
     "mlp",
     "pathway",
     "rescale_paths",

@@ -22,10 +22,13 @@ __all__ = ["FixupBlock", "FixupResNet", "ScalarBias", "ScalarScale"]
 
 BLOCK_DEPTH = 2  # convolutions per block
 N_STAGES = 3
+STEP_FACTOR = 0.1  # of scalars, which move all activations at once
 
 
 class ScalarBias(nn.Module):
     """Add one number, zero at first, to everything: ``x + bias``."""
+
+    step_factor = STEP_FACTOR
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +40,8 @@ class ScalarBias(nn.Module):
 
 class ScalarScale(nn.Module):
     """Multiply everything by one number, one at first: ``scale * x``."""
+
+    step_factor = STEP_FACTOR
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from laplace_invariance.layers.pooling import GroupPool
 from laplace_invariance.layers.shapes import pair
 from laplace_invariance.layers.symmetry import Group
 
-__all__ = ["Standardise", "cnn", "equivariant_cnn", "mlp"]
+__all__ = ["Standardise", "cnn", "equivariant_cnn", "lenet", "mlp"]
 
 # Layers of equivariant_cnn: channels as a multiple of the width, and the stride of the pooling.
 STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
@@ -128,6 +128,39 @@ def cnn(in_shape: Sequence[int], n_classes: int, width: int = 8) -> nn.Sequentia
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * width * positions, n_classes))
 
 
+def lenet(
+    in_shape: Sequence[int], n_classes: int, activation: Callable[[], nn.Module] = nn.Tanh
+) -> nn.Sequential:
+    """Return the network of LeCun et al. (1998): two convolutions and three linear layers.
+
+    Args:
+        in_shape: Channels, height and width; at least 12 x 12.
+        n_classes: Number of outputs.
+        activation: Class of the nonlinearity.
+    """
+    if len(in_shape) != 3 or min(in_shape[1:]) < 12:
+        raise ValueError(
+            "lenet needs images [channels, height, width] of at least 12 x 12, got "
+            f"{list(in_shape)}"
+        )
+    channels, *size = in_shape
+    positions = math.prod((side // 2 - 4) // 2 for side in size)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=2),
+        activation(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        activation(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * positions, 120),
+        activation(),
+        nn.Linear(120, 84),
+        activation(),
+        nn.Linear(84, n_classes),
+    )
+
+
 def equivariant_cnn(
     kind: str,
     in_channels: int,
@@ -138,6 +171,7 @@ def equivariant_cnn(
     scale: float = 0.01,
     group: Group | str = "p4",
     kernel: str = "pointwise",
+    omega: str = "fixed",
 ) -> nn.Sequential:
     """Return the network of van der Ouderaa, Immer and van der Wilk (2023), with layers of paths.
 
@@ -164,6 +198,8 @@ def equivariant_cnn(
         group: Group of ``"gconv"``.
         kernel: Kernel of ``"gconv"`` in the group axis: ``"pointwise"``, ``"separable"`` or
             ``"full"``.
+        omega: What the inverse width of basis functions of sparse paths is: ``"fixed"``, a
+            ``"weight"`` with a prior of its own, or a ``"hyperparameter"``.
 
     Raises:
         ValueError: If a path is unknown, or a size is not allowed.
@@ -178,7 +214,7 @@ def equivariant_cnn(
         raise ValueError(f"width must be positive, got {width}")
     on_group = any(PATHS[name].on_group for name in parse_kind(kind))
     acting = Group.of(group) if on_group else None
-    layer = partial(pathway, kind, scale=scale, group=acting, kernel=kernel)
+    layer = partial(pathway, kind, scale=scale, group=acting, kernel=kernel, omega=omega)
     layers = _stages(layer, in_channels, width, shape, on_group)
     layers |= _head(width, n_classes, acting)
     return nn.Sequential(layers)

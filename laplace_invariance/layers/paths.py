@@ -51,6 +51,7 @@ class PathSpec:
         group: Group of the features; None for plain feature maps.
         kernel: Kernel of group convolutions in the group axis.
         lift: Whether the input is an image, not on the group yet.
+        omega: What the inverse width of basis functions is, as ``learn_omega`` of sparse layers.
     """
 
     in_channels: int
@@ -61,6 +62,7 @@ class PathSpec:
     group: Group | None = None
     kernel: str = "pointwise"
     lift: bool = False
+    omega: str = "fixed"
 
     @property
     def n_in(self) -> int:
@@ -127,7 +129,9 @@ def _convolution(spec: PathSpec) -> nn.Module:
 
 
 def _sparse_convolution(spec: PathSpec) -> nn.Module:
-    layer = SparseConv2d(spec.n_in, spec.n_out, 3, padding=1, padding_mode="circular")
+    layer = SparseConv2d(
+        spec.n_in, spec.n_out, 3, padding=1, padding_mode="circular", learn_omega=spec.omega
+    )
     return rescaled(layer, spec.gain)
 
 
@@ -152,6 +156,11 @@ def _connected(layer: type[Map2d]) -> Callable[[PathSpec], nn.Module]:
         return layer(spec.n_in, spec.n_out, spec.in_shape, spec.out_shape, scale=spec.gain)
 
     return build
+
+
+def _sparse_connected(spec: PathSpec) -> nn.Module:
+    shapes = spec.in_shape, spec.out_shape
+    return SparseLinear2d(spec.n_in, spec.n_out, *shapes, scale=spec.gain, learn_omega=spec.omega)
 
 
 # From the strictest symmetry to none.
@@ -182,7 +191,7 @@ PATHS: dict[str, PathKind] = {
         "S-FC",
         "C6",
         "fully connected, factored and sparse",
-        _connected(SparseLinear2d),
+        _sparse_connected,
         (SparseLinear2d,),
         free=True,
     ),
@@ -231,6 +240,7 @@ def pathway(
     group: Group | None = None,
     kernel: str = "pointwise",
     lift: bool = False,
+    omega: str = "fixed",
 ) -> ResidualPathway:
     """Return a layer of :func:`equivariant_cnn`: a 3 x 3 convolution, freer paths, or their sum.
 
@@ -245,6 +255,8 @@ def pathway(
         group: Group of the features; None for plain feature maps.
         kernel: Kernel of group convolutions in the group axis.
         lift: Whether the input is an image, not on the group yet.
+        omega: What the inverse width of basis functions of sparse paths is: ``"fixed"``, a
+            ``"weight"`` with a prior of its own, or a ``"hyperparameter"``.
     """
     height, width = in_shape
     smaller = height // pool, width // pool
@@ -252,7 +264,7 @@ def pathway(
     gain = HE_GAIN
     for name in parse_kind(kind):
         channels = in_channels, out_channels
-        spec = PathSpec(*channels, (height, width), smaller, gain, group, kernel, lift)
+        spec = PathSpec(*channels, (height, width), smaller, gain, group, kernel, lift, omega)
         path = PATHS[name].build(spec)
         if group is not None and not PATHS[name].on_group:
             path = OnGroup(path, group.order)

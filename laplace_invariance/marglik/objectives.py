@@ -62,22 +62,24 @@ class Augerino(Objective):
     """Learn ranges by the training loss, with a reward for wide ones (Benton et al., 2020).
 
     The loss is ``criterion(f(x), y) - strength * |w|`` with ``w`` the half-widths that are learnt.
-    Prior precisions and noise are learnt by the evidence, as otherwise. Ranges step with every
-    batch, so ``lr_aug`` must be small, 0.03 or less; start them above zero, at 0.1 or so.
+    Ranges step with every batch, so ``lr_aug`` must be small, 0.03 or less; start them above zero,
+    at 0.1 or so.
 
     Args:
         strength: Factor of the reward; 0.01 in the paper.
+        learn_priors: Whether prior precisions and noise are learnt by the evidence, as otherwise;
+            in the paper they are a fixed weight decay.
 
     Raises:
         ValueError: If the strength is negative or not finite.
     """
 
-    estimates = True
     steps_in_training = True
 
-    def __init__(self, strength: float = 0.01) -> None:
+    def __init__(self, strength: float = 0.01, learn_priors: bool = True) -> None:
         _check_strength(strength)
         self.strength = strength
+        self.estimates = learn_priors
 
     def training_loss(self, model: nn.Module, criterion: Criterion, x: Any, y: Tensor) -> Tensor:
         augmentations = [

@@ -176,10 +176,27 @@ class OptimizerSettings:
 
     def build(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
         """Make the optimiser of a model's weights, and its scheduler if there is to be one."""
-        optimizer = self.optimizer_cls(model.parameters(), **self.arguments)
+        optimizer = self.optimizer_cls(_grouped(model), **self.arguments)
+        for group in optimizer.param_groups:
+            group["lr"] *= group.pop("step_factor", 1.0)
         if self.scheduler_cls is None:
             return optimizer, None
         return optimizer, self.scheduler_cls(optimizer, **(self.scheduler_kwargs or {}))
+
+
+def _grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameters of a model, those together whose layer wants the same share of a step.
+
+    A layer says so by an attribute ``step_factor``.
+    """
+    groups: dict[float, list[nn.Parameter]] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                groups.setdefault(getattr(module, "step_factor", 1.0), []).append(parameter)
+    return [{"params": own, "step_factor": factor} for factor, own in groups.items()]
 
 
 @dataclass(frozen=True)

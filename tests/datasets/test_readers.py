@@ -173,6 +173,12 @@ def test_torchvision_sets_are_not_fetched_unasked(tmp_path, source):
         load(source, root=tmp_path)
 
 
+def test_archives_stand_for_sets_of_torchvision(tmp_path):
+    saved(tmp_path, arrays()).rename(tmp_path / "fashion_mnist.npz")
+    split = load("fashion-mnist", root=tmp_path)
+    assert (split.name, len(split.x_train), len(split.x_test)) == ("fashion-mnist", 6, 4)
+
+
 def test_mnist_is_read_from_the_files_of_torchvision(tmp_path):
     found = arrays(shape=(28, 28))
     folder = tmp_path / "MNIST" / "raw"

@@ -168,6 +168,20 @@ def test_priors_may_be_shared_and_slots_told_apart(asked):
     assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 10)
 
 
+def test_weights_alone_see_mirrored_and_shifted_images(asked):
+    torch.manual_seed(0)
+    _, loader, options = asked(augment=True)
+    images = loader.dataset.tensors[0]
+    assert options["marglik_loader"].dataset is loader.dataset
+    assert torch.equal(torch.cat([x for x, _ in options["marglik_loader"]]), images)
+    one = torch.zeros(1, 32, 32)
+    one[0, 10, 4] = 1
+    x, _ = loader.collate_fn([(one, torch.tensor(0))] * 400)
+    _, rows, columns = x[:, 0].nonzero().unbind(1)
+    assert set(rows.tolist()) == set(range(6, 15))
+    assert set(columns.tolist()) == {*range(9), *range(23, 32)}
+
+
 def test_rotated_images_differ_and_labels_do_not(asked):
     upright, labels = asked(transform="original")[1].dataset.tensors
     rotated, same_labels = asked(transform="fully_rotated")[1].dataset.tensors

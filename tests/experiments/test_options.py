@@ -88,7 +88,7 @@ def test_hyphens_may_stand_for_underscores():
     ("kind", "options", "match"),
     [
         (LearnConfig, {"method": "map"}, "unknown method 'map'; choose from evidence, none"),
-        (LearnConfig, {"net": "vit"}, "unknown net 'vit'; choose from mlp, cnn, resnet"),
+        (LearnConfig, {"net": "vit"}, "unknown net 'vit'; choose from mlp, cnn, lenet, resnet"),
         (
             LearnConfig,
             {"estimator": "fast"},

@@ -20,6 +20,7 @@ from laplace_invariance.layers import (
     Standardise,
     cnn,
     equivariant_cnn,
+    lenet,
     mlp,
 )
 from laplace_invariance.metrics import (
@@ -101,6 +102,15 @@ def test_cnn_takes_images_from_8_by_8_on(in_shape):
 def test_cnn_refuses_what_is_too_small_or_no_image(in_shape):
     with pytest.raises(ValueError, match=r"at least 8 x 8, got \["):
         cnn(in_shape, 7)
+
+
+def test_lenet_has_as_many_parameters_as_in_the_paper():
+    net = lenet((1, 28, 28), 10)
+    assert sum(weight.numel() for weight in net.parameters()) == 61_706
+    assert net(torch.rand(2, 1, 28, 28)).shape == (2, 10)
+    assert lenet((3, 12, 17), 7)(torch.rand(2, 3, 12, 17)).shape == (2, 7)
+    with pytest.raises(ValueError, match=r"at least 12 x 12, got \[1, 11, 12\]"):
+        lenet((1, 11, 12), 10)
 
 
 def digits(n=12):
@@ -193,6 +203,17 @@ def test_has_as_many_parameters_as_in_the_paper(kind, expected):
         "meta" if "fc" in kind and kind != "s_fc" else "cpu"
     ):  # only counted, where it is large
         assert size(equivariant_cnn(kind, 3, 10)) == expected
+
+
+def test_widths_of_basis_functions_may_be_weights():
+    fixed, learnt = (
+        equivariant_cnn("s_fc+s_conv", 1, 3, width=1, omega=omega) for omega in ("fixed", "weight")
+    )
+    names = {name for name, _ in learnt.named_parameters()}
+    added = names - {name for name, _ in fixed.named_parameters()}
+    assert len(added) == 8 * 3  # of 8 layers: one of the convolution, two of the factored path
+    assert all(name.endswith("omega") for name in added)
+    assert check_model(learnt)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -270,6 +270,23 @@ def test_every_argument_becomes_the_setting_of_its_name(monkeypatch, tmp_path):
     assert found == given
 
 
+def test_layers_may_ask_for_smaller_steps():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), li.layers.ScalarBias())
+    for arguments, rate in (({}, 1e-3), ({"lr": 0.5}, 0.5)):
+        settings = training_settings(
+            shuffled(labelled_points()), optimizer_kwargs=arguments
+        ).optimizer
+        optimizer, _ = settings.build(model)
+        rates = {
+            id(parameter): group["lr"]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        assert rates[id(model[0].weight)] == rates[id(model[0].bias)] == rate
+        assert rates[id(model[1].bias)] == pytest.approx(rate / 10)
+        assert len(rates) == 3
+
+
 def test_settings_are_frozen():
     settings = training_settings(shuffled(labelled_points()))
     with pytest.raises(dataclasses.FrozenInstanceError):

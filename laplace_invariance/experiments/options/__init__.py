@@ -10,6 +10,7 @@ from laplace_invariance.experiments.options.others import (
     DemoConfig,
     MeasureConfig,
     PairsConfig,
+    ReproduceConfig,
     VariationalConfig,
 )
 from laplace_invariance.experiments.options.ranges import (
@@ -30,6 +31,7 @@ __all__ = [
     "PairsConfig",
     "ProfileConfig",
     "RangesConfig",
+    "ReproduceConfig",
     "SuggestConfig",
     "VariationalConfig",
 ]

@@ -23,7 +23,7 @@ class ImagesConfig(Config):
             by default none.
         n_train: Number of training images, by default all.
         n_test: Number of test images, by default all.
-        root: Directory of torchvision's data sets.
+        root: Directory of torchvision's data sets, or of mnist.npz, fashion_mnist.npz, cifar10.npz.
         download: Download a data set of torchvision that is not in the directory.
     """
 

@@ -37,14 +37,19 @@ class LayersConfig(ImagesConfig):
             ``marglik_training``.
         start: How far the free paths, all but the strictest, are open at the start.
         per_slot: Give factored layers a gradient factor per slot in the curvature.
+        omega: What the inverse widths of basis functions of sparse paths are.
+        kernel: Kernel of group convolutions in the group axis.
+        augment: Train weights on images that are mirrored and shifted by up to an eighth at random;
+            the evidence is that of images as they are.
         scale: Scale of the initial weights of free paths that start closed.
         free_precision: Initial prior precision of these paths, if it is learnt per tensor or path;
             that of everything else is 1.
         seed: Seed of the subset, the transformations, the quadrants and the weights.
     """
 
-    # 1: the evidence of some directions of the loss Hessian; 2: chosen by shares
-    format: ClassVar[int] = 3
+    # 1: the evidence of some directions of the loss Hessian; 2: chosen by shares;
+    # 3: without a log-likelihood
+    format: ClassVar[int] = 4
     transform: choices.Transform = "original"
     task: choices.LayersTask = field(default="plain", metadata={"meanings": choices.LAYERS_TASKS})
     kind: str = "f_fc+conv"
@@ -66,6 +71,9 @@ class LayersConfig(ImagesConfig):
     )
     start: choices.PathsStart = field(default="closed", metadata={"meanings": choices.PATHS_STARTS})
     per_slot: bool = False
+    omega: choices.Omega = field(default="fixed", metadata={"meanings": choices.OMEGAS})
+    kernel: choices.GroupKernel = "pointwise"
+    augment: bool = False
     scale: float = 0.01
     free_precision: float = 1000.0
     seed: int = 0

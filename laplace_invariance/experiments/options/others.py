@@ -9,7 +9,7 @@ from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.checks import Config, check_not_negative, check_positive
 from laplace_invariance.experiments.options.images import ImagesConfig
 
-__all__ = ["DemoConfig", "MeasureConfig", "PairsConfig", "VariationalConfig"]
+__all__ = ["DemoConfig", "MeasureConfig", "PairsConfig", "ReproduceConfig", "VariationalConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,3 +216,26 @@ class DemoConfig(Config):
         least = self.n_epochs_burnin + self.marglik_frequency
         if self.n_epochs < least:
             raise ValueError(f"n_epochs must be at least {least}, got {self.n_epochs}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig(Config):
+    """Configuration of ``reproduce``: a table of a paper, and how large its runs are.
+
+    Attributes:
+        name: Table.
+        scale: Size of the runs.
+        n_jobs: Number of runs at a time, each with one thread.
+        root: Directory of torchvision's data sets, or of mnist.npz, fashion_mnist.npz, cifar10.npz.
+        download: Download a data set of torchvision that is not in the directory.
+    """
+
+    name: choices.TableName = field(default="input-mlp", metadata={"positional": True})
+    scale: choices.Scale = field(default="small", metadata={"meanings": choices.SCALES})
+    n_jobs: int = 2
+    root: str = "data"
+    download: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_jobs")

@@ -45,8 +45,8 @@ class RangesConfig(ImagesConfig):
     """
 
     # 1: the evidence of three directions of the loss Hessian; 2: steps on priors, without search;
-    # 3: a truth of images as they are, and no file of the model
-    format: ClassVar[int] = 4
+    # 3: a truth of images as they are, and no file of the model; 4: other translations
+    format: ClassVar[int] = 5
     net: choices.NetworkName | None = None
     n_samples: int = 8
     n_epochs: int = 100
@@ -147,7 +147,7 @@ class CompareConfig(RangesConfig):
         default=("original",), metadata={"option": "transform", "identity": False}
     )
     methods: tuple[choices.LearnMethod, ...] = field(
-        default=get_args(choices.LearnMethod),
+        default=("evidence", "none", "augerino", "fixed", "trivial-augment"),
         metadata={"option": "method", "meanings": choices.LEARN_METHODS, "identity": False},
     )
     seeds: tuple[int, ...] = field(default=(0,), metadata={"option": "seed", "identity": False})

@@ -1,0 +1,141 @@
+"""What a table of a paper is: cells, each filled by runs, and how these are shown."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from laplace_invariance.experiments.checks import Config
+from laplace_invariance.experiments.choices import Scale
+
+__all__ = ["NOT_RUN", "Cell", "Measure", "Table", "spread"]
+
+NOT_RUN = "not run"
+Found = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a cell.
+
+    Attributes:
+        part: Name of the part of the table, such as a data set; a table of its own.
+        row: Name of the row.
+        column: Name of the column.
+        config: Configuration of the run, with its seed.
+    """
+
+    part: str
+    row: str
+    column: str
+    config: Config
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        found: int = asdict(self.config)["seed"]
+        return found
+
+    @property
+    def name(self) -> str:
+        """Name of the run, for files."""
+        words = f"{self.part} {self.row} {self.column} {self.seed}".lower()
+        return re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What of the runs of one cell is shown.
+
+    Attributes:
+        title: What it is, as a heading.
+        words: Takes what was found in the runs of a cell, one per seed, and returns its text.
+    """
+
+    title: str
+    words: Callable[[Sequence[Found]], str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a paper.
+
+    Attributes:
+        title: What is compared, in one line.
+        source: Paper and place.
+        claim: What the paper says of it.
+        cells: Takes a size, and returns all runs, most telling first.
+        measures: What is shown, one table each.
+        corner: What rows are.
+    """
+
+    title: str
+    source: str
+    claim: str
+    cells: Callable[[Scale], list[Cell]]
+    measures: tuple[Measure, ...]
+    corner: str = "method"
+
+    def markdown(self, scale: Scale, found: Mapping[str, Found]) -> str:
+        """Return all tables in Markdown; what has not been run says so.
+
+        Args:
+            scale: Size of the runs.
+            found: Results by name of the run.
+        """
+        cells = self.cells(scale)
+        texts = []
+        for part in dict.fromkeys(cell.part for cell in cells):
+            own = [cell for cell in cells if cell.part == part]
+            for measure in self.measures:
+                heading = f"{part}, {measure.title}:" if part else f"{measure.title}:"
+                texts.append(f"{heading}\n\n{self._part(own, measure, found)}")
+        texts.append(_summary(cells, found))
+        return "\n\n".join(texts)
+
+    def _part(self, cells: Sequence[Cell], measure: Measure, found: Mapping[str, Found]) -> str:
+        columns = list(dict.fromkeys(cell.column for cell in cells))
+        lines = [[self.corner, *columns], ["---"] * (1 + len(columns))]
+        for row in dict.fromkeys(cell.row for cell in cells):
+            texts = []
+            for column in columns:
+                planned = [cell for cell in cells if (cell.row, cell.column) == (row, column)]
+                texts.append(_cell(planned, measure, found))
+            lines.append([row, *texts])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(planned: Sequence[Cell], measure: Measure, found: Mapping[str, Found]) -> str:
+    results = [found[cell.name] for cell in planned if cell.name in found]
+    if not planned:
+        return "-"
+    return measure.words(results) if results else NOT_RUN
+
+
+def _summary(cells: Sequence[Cell], found: Mapping[str, Found]) -> str:
+    """Say how many runs there are, with which seeds and versions, and how long they took."""
+    done = [cell for cell in cells if cell.name in found]
+    results = [found[cell.name] for cell in done]
+    words = f"{len(done)} of {len(cells)} runs"
+    if not done:
+        return f"{words}."
+    seeds = ", ".join(str(seed) for seed in sorted({cell.seed for cell in done}))
+    hours = sum(result["seconds"] for result in results) / 3600
+    versions = ", ".join(sorted({result["version"] for result in results}))
+    return f"{words}; seeds {seeds}; {hours:.1f} hours of one core; version {versions}."
+
+
+def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
+    """Return the mean and, of several, the standard deviation, with their number.
+
+    Args:
+        values: Numbers, one per seed.
+        form: How a number is written.
+    """
+    mean = form.format(statistics.fmean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {form.format(statistics.stdev(values))} ({len(values)})"

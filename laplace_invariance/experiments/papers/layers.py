@@ -1,0 +1,139 @@
+"""Van der Ouderaa, Immer and van der Wilk (2023): symmetries of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from laplace_invariance.experiments import choices
+from laplace_invariance.experiments.choices import Scale
+from laplace_invariance.experiments.options import LayersConfig
+from laplace_invariance.experiments.papers.base import Cell, Found, Measure, Table, spread
+
+__all__ = ["LAYER_TABLES"]
+
+SOURCE = "Van der Ouderaa et al. (2023), Learning Layer-wise Equivariances Automatically using "
+SOURCE += "Gradients"
+METHODS: dict[str, choices.LayersMethod] = {"evidence": "evidence", "MAP": "map"}
+
+
+def _accuracy(results: Sequence[Found]) -> str:
+    return spread([100 * result["accuracy"] for result in results])
+
+
+def _evidence(results: Sequence[Found]) -> str:
+    return spread([result["evidence"] for result in results], "{:.3f}")
+
+
+def _chosen(results: Sequence[Found]) -> str:
+    """Return what layers chose in the first run, runs of equal choices together."""
+    parts: list[list[Any]] = []
+    for chosen in results[0]["chosen"].values():
+        if parts and parts[-1][0] == chosen:
+            parts[-1][1] += 1
+        else:
+            parts.append([chosen, 1])
+    return ", ".join(f"{count} x {chosen}" for chosen, count in parts)
+
+
+ACCURACY = Measure("test accuracy in %", _accuracy)
+EVIDENCE = Measure("log evidence per image", _evidence)
+CHOSEN = Measure("what layers chose, from the first to the last", _chosen)
+LOG_LIKELIHOOD = Measure(
+    "test log-likelihood per image",
+    lambda results: spread([result["log_likelihood"] for result in results], "{:.3f}"),
+)
+
+
+def _quadrants(scale: Scale) -> list[Cell]:
+    options: dict[str, Any] = {
+        "small": {"data": "digits", "width": 2, "n_epochs": 20},
+        "large": {"data": "mnist", "n_train": 10_000, "width": 10, "n_epochs": 30},
+        "paper": {"data": "mnist", "width": 10, "n_epochs": 1000},
+    }[scale]
+    rows: dict[str, dict[str, Any]] = {
+        "f_fc+conv, closed start": {"kind": "f_fc+conv"},
+        "conv": {"kind": "conv"},
+        "f_fc": {"kind": "f_fc"},
+        "f_fc+conv, open start": {"kind": "f_fc+conv", "start": "open"},
+        "f_fc+conv, search": {"kind": "f_fc+conv", "start": "search"},
+    }
+    tasks: dict[choices.LayersTask, str] = {"digit": "class", "both": "class and quadrant"}
+    if scale == "small":
+        rows = {row: how for row, how in rows.items() if "start" not in how}
+    return [
+        Cell("", row, tasks[task], LayersConfig(task=task, **how, **options))
+        for row, how in rows.items()
+        for task in tasks
+    ]
+
+
+def _cifar(scale: Scale) -> list[Cell]:
+    options: dict[str, Any] = {
+        "small": {"data": "digits", "width": 1, "n_epochs": 8},
+        "large": {"data": "cifar10", "n_train": 5000, "width": 4, "n_epochs": 40},
+        "paper": {"data": "cifar10", "width": 10, "n_epochs": 4000, "augment": True},
+    }[scale]
+    rows: dict[str, dict[str, Any]] = {
+        "f_fc+conv": {"kind": "f_fc+conv"},
+        "conv": {"kind": "conv"},
+        "f_fc": {"kind": "f_fc"},
+        "s_conv": {"kind": "s_conv"},
+        "s_fc": {"kind": "s_fc"},
+        "s_fc+s_conv": {"kind": "s_fc+s_conv"},
+        "s_conv, learnt ω": {"kind": "s_conv", "omega": "weight"},
+        "s_fc, learnt ω": {"kind": "s_fc", "omega": "weight"},
+        "s_fc+s_conv, learnt ω": {"kind": "s_fc+s_conv", "omega": "weight"},
+    }
+    if scale == "small":
+        rows = {row: rows[row] for row in ("f_fc+conv", "conv", "f_fc", "s_conv, learnt ω")}
+    return [
+        Cell("", row, name, LayersConfig(method=method, **how, **options))
+        for row, how in rows.items()
+        for name, method in METHODS.items()
+    ]
+
+
+def _groups(scale: Scale) -> list[Cell]:
+    options: dict[str, Any] = {
+        "small": {"data": "digits", "width": 1, "n_epochs": 20},
+        "large": {"data": "mnist", "n_train": 5000, "width": 2, "n_epochs": 50},
+        "paper": {"data": "mnist", "width": 2, "n_epochs": 1000},
+    }[scale]
+    kinds: dict[choices.Transform, str] = {"original": "MNIST", "fully_rotated": "rotated MNIST"}
+    rows = ("f_fc+conv+gconv",) if scale == "small" else ("f_fc+conv+gconv", "conv", "gconv")
+    return [
+        Cell("", row, kinds[kind], LayersConfig(kind=row, transform=kind, **options))
+        for row in rows
+        for kind in kinds
+    ]
+
+
+LAYER_TABLES = {
+    "quadrants": Table(
+        "Digits in quadrants: is the place part of the label?",
+        f"{SOURCE}, table 1",
+        "One network, with learnt priors, is as good as the better of a convolutional and a fully "
+        "connected one on both tasks.",
+        _quadrants,
+        (ACCURACY, EVIDENCE, CHOSEN),
+        corner="network",
+    ),
+    "layers-cifar": Table(
+        "CIFAR-10: layers that choose",
+        f"{SOURCE}, table 2",
+        "By evidence a network with fully connected paths becomes convolutional and nearly as good "
+        "as one that is; by MAP it stays behind.",
+        _cifar,
+        (ACCURACY, LOG_LIKELIHOOD, EVIDENCE, CHOSEN),
+        corner="network",
+    ),
+    "layers-groups": Table(
+        "Group convolutions beside convolutions and fully connected paths",
+        f"{SOURCE}, table 3",
+        "On rotated digits layers choose group convolutions.",
+        _groups,
+        (ACCURACY, LOG_LIKELIHOOD, CHOSEN),
+        corner="network",
+    ),
+}
