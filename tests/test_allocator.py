@@ -10,7 +10,7 @@ import pytest
 from laplace_invariance import allocator, cli
 from laplace_invariance.experiments import learn
 
-SMALL = "--train 60 --test 20 --epochs 4 --samples 2 --quiet"
+SMALL = "--train 60 --test 20 --epochs 4 --samples 2 --search off --quiet"
 
 
 class WithoutMallopt:
@@ -60,7 +60,7 @@ def test_glibc_takes_the_numbers():
 def test_the_program_keeps_freed_memory_and_the_library_does_not(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(cli, "keep_freed_memory", lambda: calls.append("cli"))
-    learn.learn(learn.LearnConfig(n_train=60, n_test=20, n_epochs=1, n_samples=2))
+    learn.learn(learn.LearnConfig(n_train=60, n_test=20, n_epochs=1, n_samples=2, search="off"))
     assert calls == []
     cli.main(f"learn {SMALL} --out {tmp_path / 'run'}".split())
     assert calls == ["cli"]
@@ -71,7 +71,7 @@ def test_training_never_returns_what_is_kept(monkeypatch):
     from laplace_invariance.curvature.trace import chunks
 
     monkeypatch.setattr(chunks, "trim", lambda: 1 / 0)
-    small = {"n_train": 100, "n_test": 20, "n_epochs": 6, "n_samples": 2}
+    small = {"n_train": 100, "n_test": 20, "n_epochs": 6, "n_samples": 2, "search": "off"}
     for estimator in ("running", "refit", "kernel"):
         learn.learn(learn.LearnConfig(estimator=estimator, **small))
     learn.learn(learn.LearnConfig(subset_of_weights="last_layer", **small))

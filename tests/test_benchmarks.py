@@ -118,6 +118,11 @@ def test_starts_are_compared_by_evidence_and_choice(module, monkeypatch, tmp_pat
     assert "| -B |" in paths.details()
 
 
+def test_the_page_of_the_papers_is_that_of_the_results(module):
+    papers = module("papers")
+    assert papers.PAGE.read_text() == papers.page()
+
+
 def test_every_benchmark_has_its_marks_and_is_run_by_make():
     page = (BENCHMARKS / "README.md").read_text()
     makefile = (BENCHMARKS.parent / "Makefile").read_text()
