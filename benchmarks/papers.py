@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 
 import bench
 
@@ -38,8 +39,8 @@ def page() -> str:
         found = read_results(ReproduceConfig(name=name, scale=SCALE), RESULTS)
         parts += [
             f"## {table.title}",
-            f"`laplace-invariance reproduce {name} --scale {SCALE}`. {table.source}.",
-            f"What the paper says: {table.claim}",
+            f"`laplace-invariance reproduce {name} --scale {SCALE}`",
+            textwrap.fill(f"{table.source}. What the paper says: {table.claim}", 100),
             table.markdown(SCALE, found),
         ]
     return "\n\n".join(parts) + "\n"
