@@ -47,7 +47,7 @@ LOG_LIKELIHOOD = Measure(
 
 def _quadrants(scale: Scale) -> list[Cell]:
     options: dict[str, Any] = {
-        "small": {"data": "digits", "width": 2, "n_epochs": 20},
+        "small": {"data": "digits", "width": 2, "n_epochs": 60, "marglik_frequency": 10},
         "large": {"data": "mnist", "n_train": 10_000, "width": 10, "n_epochs": 30},
         "paper": {"data": "mnist", "width": 10, "n_epochs": 1000},
     }[scale]
@@ -60,7 +60,7 @@ def _quadrants(scale: Scale) -> list[Cell]:
     }
     tasks: dict[choices.LayersTask, str] = {"digit": "class", "both": "class and quadrant"}
     if scale == "small":
-        rows = {row: how for row, how in rows.items() if "start" not in how}
+        rows = {row: rows[row] for row in ("f_fc+conv, closed start", "conv")}
     return [
         Cell("", row, tasks[task], LayersConfig(task=task, **how, **options))
         for row, how in rows.items()
@@ -70,7 +70,7 @@ def _quadrants(scale: Scale) -> list[Cell]:
 
 def _cifar(scale: Scale) -> list[Cell]:
     options: dict[str, Any] = {
-        "small": {"data": "digits", "width": 1, "n_epochs": 8},
+        "small": {"data": "digits", "width": 2, "n_epochs": 30, "marglik_frequency": 10},
         "large": {"data": "cifar10", "n_train": 5000, "width": 4, "n_epochs": 40},
         "paper": {"data": "cifar10", "width": 10, "n_epochs": 4000, "augment": True},
     }[scale]
@@ -86,7 +86,7 @@ def _cifar(scale: Scale) -> list[Cell]:
         "s_fc+s_conv, learnt ω": {"kind": "s_fc+s_conv", "omega": "weight"},
     }
     if scale == "small":
-        rows = {row: rows[row] for row in ("f_fc+conv", "conv", "f_fc", "s_conv, learnt ω")}
+        rows = {row: rows[row] for row in ("f_fc+conv", "f_fc", "s_conv, learnt ω")}
     return [
         Cell("", row, name, LayersConfig(method=method, **how, **options))
         for row, how in rows.items()
@@ -96,7 +96,7 @@ def _cifar(scale: Scale) -> list[Cell]:
 
 def _groups(scale: Scale) -> list[Cell]:
     options: dict[str, Any] = {
-        "small": {"data": "digits", "width": 1, "n_epochs": 20},
+        "small": {"data": "digits", "width": 1, "n_epochs": 60, "marglik_frequency": 15},
         "large": {"data": "mnist", "n_train": 5000, "width": 2, "n_epochs": 50},
         "paper": {"data": "mnist", "width": 2, "n_epochs": 1000},
     }[scale]
