@@ -33,6 +33,9 @@ def replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         path: The file, which need not exist; its directory must.
         fill: Called with a temporary file, open for writing bytes, which is forced to the disk and
             then moved to ``path``. If it raises, ``path`` is left as it was.
+
+    Raises:
+        OSError: If the file cannot be written, for instance because the disk is full.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -41,8 +44,14 @@ def replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except RuntimeError as error:
+        # torch.save raises an error of its own if it cannot write, or is interrupted
+        if isinstance(error.__context__, OSError | KeyboardInterrupt):
+            raise error.__context__ from error
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, there is nothing to remove
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

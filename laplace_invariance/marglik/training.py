@@ -255,7 +255,7 @@ def marglik_training(
     Raises:
         TypeError: If an argument is of the wrong kind; nothing was trained or written then.
         ValueError: If arguments make no sense, alone or together; nothing was trained or written.
-        BlockingIOError: If another run uses ``checkpoint``.
+        BlockingIOError: If another run uses ``checkpoint`` or ``history``.
         FileExistsError: If ``checkpoint`` or ``history`` exists and is not resumed from.
         FloatingPointError: If ``max_bad_steps`` steps in a row were not finite.
     """
