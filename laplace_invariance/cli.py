@@ -157,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With one line that says what is wrong, and code 2, if the experiment cannot
-            run; with code 1 if it is interrupted, its numbers are not finite, or some of its
-            runs failed.
+            run; with code 1 if it is interrupted, its numbers are not finite, memory is short, or
+            some of its runs failed.
     """
     arguments = _parser().parse_args(argv)
     level = logging.WARNING
@@ -176,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # torch.save raises an error of its own if it is interrupted
         interrupts = (error, error.__context__)
         if not any(isinstance(one, KeyboardInterrupt) for one in interrupts):
+            if re.search(r"alloc\w* memory|out of memory", str(error)):
+                raise _out_of_memory(error) from error
             raise
         message = "laplace-invariance: interrupted"
         if VERBS[arguments.verb].resumes:
@@ -183,6 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(message) from None
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise _refusal(error) from error
+    except MemoryError as error:
+        raise _out_of_memory(error) from error
 
 
 @contextmanager
@@ -198,6 +202,15 @@ def _short_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = before
+
+
+def _out_of_memory(error: BaseException) -> SystemExit:
+    """Return an exit for an allocation that failed in Python, numpy or torch."""
+    found = " ".join(str(error).split())
+    return SystemExit(
+        "laplace-invariance: there is not enough memory; fewer samples, or fewer or smaller "
+        f"images, need less: {found}"
+    )
 
 
 def _refusal(error: Exception) -> SystemExit:

@@ -212,6 +212,36 @@ def test_interrupt_ends_in_one_line(monkeypatch, tmp_path, context):
         cli.main(["learn", "--out", str(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 582. TiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("CUDA out of memory. Tried to"),
+    ],
+    ids=["numpy", "torch", "cuda"],
+)
+def test_too_little_memory_ends_in_one_line(monkeypatch, tmp_path, error):
+    from laplace_invariance.experiments import learn
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(learn, "learn", fails)
+    with pytest.raises(SystemExit, match=f"not enough memory; fewer samples.*{error}"):
+        cli.main(["learn", "--out", str(tmp_path)])
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(SystemExit) as error:
+        cli.main(["learn", "--out", str(path), "--quiet"])
+    assert error.value.code == 2
+    assert "is a file; choose a directory" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+
+
 def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
     from laplace_invariance.experiments import learn
 

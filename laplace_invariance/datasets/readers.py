@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,12 +160,22 @@ def _read_npz(path: Path) -> Arrays:
                 f"{path} lacks {', '.join(missing)}; it needs {', '.join(_KEYS[:2])}, to test on "
                 f"also {', '.join(_KEYS[2:])}, and has {found}"
             )
-        try:
-            return {key: archive[key] for key in wanted}
-        except ValueError as error:
-            raise ValueError(
-                f"{path} must hold plain arrays of numbers, not pickled objects: {error}"
-            ) from error
+        return {key: _read_array(archive, key, path) for key in wanted}
+
+
+def _read_array(archive: Any, key: str, path: Path) -> np.ndarray:
+    try:
+        array: np.ndarray = archive[key]
+    except MemoryError as error:
+        raise ValueError(
+            f"{path}: {key} does not fit into memory, or the file is damaged: {error}"
+        ) from error
+    except Exception as error:  # numpy and zipfile raise many kinds
+        raise ValueError(
+            f"{path}: {key} is not a plain array of numbers, as it is damaged or holds pickled "
+            f"objects: {error}"
+        ) from error
+    return array
 
 
 def _read_digits() -> Arrays:
@@ -209,8 +220,11 @@ def _check_lengths(arrays: Arrays, name: str) -> None:
     for x, y in (("x_train", "y_train"), ("x_test", "y_test")):
         if x not in arrays:
             continue
-        if not len(arrays[x]):
-            raise ValueError(f"{name}: {x} is empty")
+        if not arrays[x].size:
+            shape = list(arrays[x].shape)
+            raise ValueError(f"{name}: {x} is empty: it has no images, or no pixels, shape {shape}")
+        if not arrays[x].ndim:
+            raise ValueError(f"{name}: {x} must be images [n, ...], got a number")
         _check_labels(arrays[y], f"{name}: {y}")
         if len(arrays[x]) != len(arrays[y]):
             raise ValueError(
@@ -220,7 +234,7 @@ def _check_lengths(arrays: Arrays, name: str) -> None:
 
 def _check_labels(array: np.ndarray, what: str) -> None:
     """Raise unless labels are non-negative integers ``[n]``."""
-    if not len(array):
+    if not array.size:
         raise ValueError(f"{what} is empty")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(

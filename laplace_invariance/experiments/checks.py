@@ -6,6 +6,7 @@ Like :mod:`.options` this imports neither torch nor numpy.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +19,11 @@ __all__ = [
     "choices_of",
     "normalised",
 ]
+
+
+WIDEST = 10.0  # of ranges: beyond it, numbers of transformed images overflow
+MOST_BITS = 63  # of whole numbers in torch
+LARGEST = 3.4e38  # number in single precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +55,12 @@ class Config:
 
     def _checked(self, name: str, value: Any, hint: Any) -> Any:
         choices = choices_of(hint)
-        if not choices or (value is None and type(None) in get_args(hint)):
+        if value is None and type(None) in get_args(hint):
             return value
+        if get_origin(hint) is Mapping:  # whose ranges are checked by who knows what they are
+            return value
+        if not choices:
+            return checked_number(name, value, hint)
         if get_origin(hint) is tuple:
             values = tuple(normalised(one, choices) for one in value)
             check_choices(name, values, choices)
@@ -63,6 +73,32 @@ class Config:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the one place where a frozen field is normalised
+
+
+def checked_number(name: str, value: Any, hint: Any) -> Any:
+    """Return the value of a field; raise ValueError if it is not the number that its type wants.
+
+    Args:
+        name: Name of the field.
+        value: Number, or several in a tuple; anything else if the type wants no number.
+        hint: Type of the field.
+    """
+    if isinstance(value, tuple):
+        return tuple(checked_number(name, one, hint) for one in value)
+    wanted = (hint, *get_args(hint))
+    if int in wanted:
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+        if value.bit_length() > MOST_BITS:
+            raise ValueError(f"{name} must have at most {MOST_BITS} bits, got {value}")
+    elif float in wanted:
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        if LARGEST < abs(value) < math.inf:
+            raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+    return value
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
@@ -112,7 +148,7 @@ def check_not_negative(config: Config, *names: str) -> None:
 
 
 def check_ranges(field_name: str, ranges: Mapping[str, float]) -> None:
-    """Raise ValueError if a range is not finite and positive, or a rotation beyond half a turn.
+    """Raise ValueError if a range is not finite and positive, or too wide to be meant.
 
     Args:
         field_name: What the ranges are, for the message.
@@ -123,6 +159,11 @@ def check_ranges(field_name: str, ranges: Mapping[str, float]) -> None:
             raise ValueError(f"{field_name}: {name} must be finite and not negative, got {width}")
         if name == "rotation" and width > math.pi * (1 + 1e-6):  # but for round-off
             raise ValueError(_too_far(field_name, width))
+        if width > WIDEST:
+            raise ValueError(
+                f"{field_name}: {name} must be at most {WIDEST:g}, got {width:.4g}; translations "
+                "are in half-widths of the image, scales are logarithms of factors"
+            )
 
 
 def _too_far(field_name: str, rotation: float) -> str:

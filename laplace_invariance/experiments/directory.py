@@ -22,6 +22,9 @@ __all__ = ["RunDirectory"]
 
 logger = logging.getLogger(__name__)
 
+CONFIGURATION = "experiment.json"
+LOCK = ".lock"
+
 
 class RunDirectory:
     """The directory of a run: whose it is, what is finished there, and everything written to it.
@@ -57,14 +60,19 @@ class RunDirectory:
         self.resume = resume
         self._stack = ExitStack()
         self._locked = False
-        self.writes = present_ranks().is_first
-        if self.writes:
-            self._check()
+        self._is_new = False
+        self._ranks = present_ranks()
+        self.writes = self._ranks.is_first
+        with self._ranks.agreeing():
+            if self.writes:
+                self._check()
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._is_new:
+            self._withdraw()
         self._stack.close()
 
     def lock(self) -> None:
@@ -74,25 +82,44 @@ class RunDirectory:
             BlockingIOError: If another run uses the directory.
             FileExistsError: If another run has begun and ended here in the meantime.
         """
-        if self.out is None or self._locked or not self.writes:
+        if self.out is None or self._locked:
             return
-        missing = [path for path in (self.out, *self.out.parents) if not path.exists()]
+        with self._ranks.agreeing():
+            if self.writes:
+                self._lock(self.out)
+        self._locked = True
+
+    def _lock(self, out: Path) -> None:
+        missing = [path for path in (out, *out.parents) if not path.exists()]
         for path in reversed(missing):  # the innermost is removed first
             self._stack.callback(_remove_if_empty, path)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._stack.enter_context(locked(self.out / ".lock"))
-        self._locked = True
-        self._check()
+        if out.exists() and not out.is_dir():
+            raise NotADirectoryError(f"{out} is a file; choose a directory for the results")
+        out.mkdir(parents=True, exist_ok=True)
+        self._stack.enter_context(locked(out / LOCK))
+        self._check(locked_here=True)
 
     def begin(self) -> None:
         """Lock the directory, as :meth:`lock` does, and write the configuration.
 
-        Nothing is written before, so that an impossible configuration leaves no trace.
+        Nothing is written before, and a new configuration is removed if the context ends in an
+        error before anything else was written, so that an impossible one leaves no trace.
         """
         self.lock()
-        if self.config is not None:
-            head = {"experiment": type(self.config).__name__, "format": self.config.format}
-            self.save("experiment.json", head | asdict(self.config))
+        path = self.path(CONFIGURATION)
+        if self.config is None or path is None:
+            return
+        if self.writes and not path.exists():
+            self._is_new = True
+        head = {"experiment": type(self.config).__name__, "format": self.config.format}
+        self.save(CONFIGURATION, head | asdict(self.config))
+
+    def _withdraw(self) -> None:
+        """Remove the configuration if there is nothing else."""
+        assert self.out is not None
+        found = {path.name for path in self.out.iterdir()}
+        if found <= {CONFIGURATION, LOCK}:
+            (self.out / CONFIGURATION).unlink(missing_ok=True)
 
     def finished(self) -> Any | None:
         """Return what ``summary.json`` has; None if there is none."""
@@ -145,13 +172,14 @@ class RunDirectory:
         figure.savefig(self.out / name, dpi=120)
         return self.out / name
 
-    def _check(self) -> None:
+    def _check(self, locked_here: bool = False) -> None:
         """Raise if the directory has a run that must not be continued with this configuration."""
-        path = self.path("experiment.json")
+        path = self.path(CONFIGURATION)
         if self.config is None or path is None or not path.exists():
             return
         if not self.resume:
-            self._check_use(path.parent / ".lock")
+            if not locked_here:
+                _check_use(path.parent / LOCK)
             raise FileExistsError(
                 f"{path} exists; pass --resume (resume=True) to continue that run, or choose "
                 "another directory"
@@ -177,11 +205,12 @@ class RunDirectory:
                 "was changed"
             )
 
-    def _check_use(self, lock: Path) -> None:
-        """Raise if another process uses the directory now, which cannot be resumed then."""
-        if not self._locked and lock.exists():
-            with locked(lock):
-                pass
+
+def _check_use(lock: Path) -> None:
+    """Raise if another process uses a directory now, which cannot be resumed then."""
+    if lock.exists():
+        with locked(lock):
+            pass
 
 
 def _other_format(path: Path, found: int, wanted: int) -> ValueError:

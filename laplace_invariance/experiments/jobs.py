@@ -34,7 +34,7 @@ PAUSE = 0.1  # seconds from one look at the processes to the next
 PATIENCE = 5.0  # seconds that a process has to end when it is asked to
 MOST_SHOWN = 2000  # characters of what a process said that ended without an answer
 # What an experiment refuses, or ends with, by a message that says all; others need a traceback.
-EXPECTED = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+EXPECTED = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
 
 
 class FailedRuns(RuntimeError):

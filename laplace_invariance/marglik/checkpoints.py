@@ -8,6 +8,7 @@ damage numbers in a way that torch does not notice.
 
 from __future__ import annotations
 
+import copy
 import enum
 import hashlib
 import json
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from laplace_invariance.files import locked, replace
+from laplace_invariance.files import locked, replace, to_finite
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import ALONE, Ranks
 from laplace_invariance.marglik.settings import OutputSettings, Record
@@ -88,12 +89,14 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no such file.
+        IsADirectoryError: If it is a directory.
+        PermissionError: If it may not be read.
         ValueError: If it is no checkpoint, a part of one, or not as it was written; the file stays
             as it is.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise
     except Exception as error:  # torch raises many kinds, from struct and zip to pickle
         reason = str(error).partition("\n")[0] or type(error).__name__
@@ -139,7 +142,7 @@ class Journal:
     """Checkpoint and history of a run on the disk, either of which may be left out.
 
     Nothing is read or written before :meth:`open`, and from then on until :meth:`close` no other
-    run can use the checkpoint. As a context, it opens and closes itself.
+    run can use these files. As a context, it opens and closes itself.
 
     Args:
         run: Run that is written, and that gets its state when it is resumed.
@@ -172,37 +175,35 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Let other runs use the checkpoint."""
+        """Let other runs use the files."""
         self._stack.close()
 
     def open(self) -> None:
         """Resume from the checkpoint if that is wanted and there is one; otherwise start.
 
         Raises:
-            BlockingIOError: If another run uses the checkpoint.
+            BlockingIOError: If another run uses one of the files.
             FileExistsError: If a run that does not resume would overwrite a file.
             ValueError: If the files are not those of the same run; nothing was changed then.
         """
-        self._lock()
         try:
+            self._lock()
             self._open()
         except BaseException:
             self.close()
             raise
 
+    @property
+    def _files(self) -> list[Path]:
+        return [path for path in (self._checkpoint, self._history) if path is not None]
+
     def _lock(self) -> None:
-        """Lock the checkpoint, which the first rank does for all."""
-        refusal = None
-        if self._checkpoint is not None and self._ranks.is_first:
-            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            lock = self._checkpoint.with_name(f".{self._checkpoint.name}.lock")
-            try:
-                self._stack.enter_context(locked(lock, self._checkpoint))
-            except BlockingIOError as error:
-                refusal = str(error)
-        refusal = self._ranks.first(refusal)
-        if refusal is not None:  # on all ranks, as others would wait for the first
-            raise BlockingIOError(refusal)
+        """Lock the files, which the first rank does for all."""
+        with self._ranks.agreeing():
+            for path in self._files if self._ranks.is_first else []:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = path.with_name(f".{path.name}.lock")
+                self._stack.enter_context(locked(lock, path))
 
     def _open(self) -> None:
         exists = self._checkpoint is not None and self._checkpoint.exists()
@@ -210,22 +211,22 @@ class Journal:
             self._resume()
         else:
             self._start()
-        if self._history is not None and self._ranks.is_first:
-            # an interrupted run may have appended records after its last checkpoint
-            self._history.parent.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(record) + "\n" for record in self._run.history)
-            replace(self._history, lambda file: file.write(lines.encode()))
+        with self._ranks.agreeing():
+            if self._history is not None and self._ranks.is_first:
+                # an interrupted run may have appended records after its last checkpoint
+                lines = "".join(_line(record) for record in self._run.history)
+                replace(self._history, lambda file: file.write(lines.encode()))
 
     def _start(self) -> None:
-        if self._ranks.is_first:
-            self._check_files()
-        self._ranks.wait()
+        with self._ranks.agreeing():
+            if self._ranks.is_first:
+                self._check_files()
         self.save()
 
     def _check_files(self) -> None:
         """Raise if a file would be overwritten."""
-        for path in (self._checkpoint, self._history):
-            if path is None or not path.exists():
+        for path in self._files:
+            if not path.exists():
                 continue
             if self._may_resume:
                 raise FileExistsError(
@@ -238,9 +239,29 @@ class Journal:
 
     def _resume(self) -> None:
         """Take over the checkpoint, which the first rank reads for all."""
+        state = None
+        with self._ranks.agreeing():
+            if self._ranks.is_first:
+                assert self._checkpoint is not None
+                state = read(self._checkpoint)
+        state = self._ranks.first(state)
+        with self._ranks.agreeing():
+            self._check(state)
+            self._load(state)
+        self._good_epoch = self._run.epoch
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raise unless a state is that of this run, and the history is one."""
         checkpoint = self._checkpoint
         assert checkpoint is not None
-        state = self._ranks.first(read(checkpoint) if self._ranks.is_first else None)
+        present = self._state()
+        for part in present:
+            missing = [key for key in present[part] if key not in state.get(part, {})]
+            if missing:
+                raise ValueError(
+                    f"{checkpoint} lacks {', '.join(missing)}; nothing was changed; put back a "
+                    "copy, or remove it or name another file to start from scratch"
+                )
         run = state["run"]
         _check_signature(checkpoint, run["signature"], self._run.signature())
         if run["epoch"] > self._run.n_epochs:
@@ -251,30 +272,51 @@ class Journal:
         self._random_states.check_state_dict(state["random"])
         if self._history is not None and self._ranks.is_first:
             _check_history(self._history)
-        self._run.load_state_dict(run)
-        self._random_states.load_state_dict(state["random"])
-        self._good_epoch = self._run.epoch
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Put a state into the run, or leave the run as it is."""
+        before = copy.deepcopy(self._state())
+        try:
+            self._run.load_state_dict(state["run"])
+            self._random_states.load_state_dict(state["random"])
+        except Exception as error:  # such as a part that has another shape
+            self._run.load_state_dict(before["run"])
+            self._random_states.load_state_dict(before["random"])
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{self._checkpoint} does not fit this run ({reason}); nothing was changed; put "
+                "back a copy, or remove it or name another file to start from scratch"
+            ) from error
 
     def append(self, record: Record) -> None:
         """Append a record to the history, as a line of JSON."""
-        if self._history is not None and self._ranks.is_first:
-            with self._history.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        with self._ranks.agreeing():
+            if self._history is not None and self._ranks.is_first:
+                with self._history.open("a") as file:
+                    file.write(_line(record))
 
     def save(self) -> None:
         """Write a checkpoint."""
         if self._checkpoint is None:
             return
-        if self._ranks.is_first:
-            state = {"run": self._run.state_dict(), "random": self._random_states.state_dict()}
-            write(self._checkpoint, state)
+        with self._ranks.agreeing():
+            if self._ranks.is_first:
+                write(self._checkpoint, self._state())
         self._good_epoch = self._run.epoch
+
+    def _state(self) -> dict[str, Any]:
+        return {"run": self._run.state_dict(), "random": self._random_states.state_dict()}
 
     def last_good(self) -> str:
         """Return a text that says where the last good checkpoint is."""
         if self._good_epoch is None:
             return "no checkpoint was asked for"
         return f"the last good checkpoint, of epoch {self._good_epoch}, is {self._checkpoint}"
+
+
+def _line(record: Record) -> str:
+    """Return a record as a line of JSON, with null for numbers that are not finite."""
+    return json.dumps(to_finite(record), allow_nan=False) + "\n"
 
 
 def _check_signature(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -103,10 +104,24 @@ class Ranks:
         dist.all_gather_object(found, tree_map_only(Tensor, Tensor.cpu, value))
         return found
 
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        if self.size > 1:
-            dist.barrier()
+    @contextmanager
+    def agreeing(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Raise on all ranks what one of them raises inside the context, where none may wait.
+
+        Otherwise the others would wait for the one that raised.
+
+        Args:
+            kinds: Kinds of exceptions, by default those of files and of arguments.
+        """
+        own = None
+        expected = kinds or (OSError, TypeError, ValueError)
+        try:
+            yield
+        except expected as error:
+            own = error
+        for other in self.gather(own):
+            if other is not None:
+                raise own or other
 
     def decompose(self, factors: Sequence[Tensor], vectors: bool = True) -> list[eigen.Pair]:
         """Return what :func:`~laplace_invariance.curvature.eigen.decompose` does, shared out.
@@ -139,14 +154,8 @@ class Ranks:
     def _decomposed(self, factors: Sequence[Tensor], vectors: bool) -> list[eigen.Pair]:
         """Decompose the factors of this rank; raise if any rank cannot decompose its own."""
         found: list[eigen.Pair] = []
-        refusal = None
-        try:
+        with self.agreeing(torch.linalg.LinAlgError):
             found = eigen.decompose(factors, vectors)
-        except torch.linalg.LinAlgError as error:
-            refusal = str(error)
-        for other in self.gather(refusal):
-            if other is not None:
-                raise torch.linalg.LinAlgError(other)
         return found
 
     def _together(

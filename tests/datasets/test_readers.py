@@ -1,7 +1,9 @@
 """Data sets are read as they are stored, and bad files are explained."""
 
+import io
 import struct
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -132,7 +134,12 @@ BAD_ARRAYS = {
     ),
     "names of files": ({"x_train": np.array(["a"] * 6)}, "x_train must be uint8.*got <U1"),
     "negative labels": ({"y_train": np.full(6, -1)}, "y_train .*from -1 on"),
-    "objects": ({"y_train": np.array([None] * 6)}, "plain arrays"),
+    "objects": ({"y_train": np.array([None] * 6)}, "plain array"),
+    "no pixels": ({"x_train": np.zeros((6, 0, 0))}, r"no pixels, shape \[6, 0, 0\]"),
+    "a number": ({"x_train": np.array(3.0)}, "x_train must be images .* got a number"),
+    "one label": ({"y_train": np.array(3)}, r"y_train must be \[n\].*got shape \[\]"),
+    "words": ({"y_train": np.array(["a"] * 6)}, "y_train must be .*, of integers .* of <U1"),
+    "a large label": ({"y_train": np.array([0, 1, 2_000_000_000] * 2)}, "3 classes are labelled"),
 }
 
 
@@ -140,6 +147,27 @@ BAD_ARRAYS = {
 def test_bad_arrays_are_explained(tmp_path, changes, match):
     with pytest.raises(ValueError, match=match):
         load(saved(tmp_path, arrays(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "match"),
+    [((80_000_000_000_000,), "does not fit into memory, or"), ((6, 5, 7), "is not a plain array")],
+    ids=["huge", "short"],
+)
+def test_arrays_that_are_not_in_the_file_are_refused(tmp_path, shape, match):
+    """By their header, they have numbers that do not follow."""
+    path = saved(tmp_path, arrays())
+    header = io.BytesIO()
+    content = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, content)
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    entries["x_train.npy"] = header.getvalue()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, entry in entries.items():
+            archive.writestr(name, entry)
+    with pytest.raises(ValueError, match=f"x_train {match}"):
+        load(path)
 
 
 def test_bad_files_and_sources_are_explained(tmp_path):

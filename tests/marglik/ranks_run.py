@@ -3,6 +3,8 @@
 The results of a case are written to DIRECTORY/CASE-RANK.pt.
 """
 
+import resource
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -33,12 +35,21 @@ CASES = {
     "sampler": RUNNING,
     "wrapped": RUNNING,
     "resumed": RUNNING,
+    "damaged": RUNNING,
+    "full-disk": RUNNING,
     "dropout": RUNNING,
     "batch-norm": RUNNING,
     "other-data": RUNNING,
     "killed": RUNNING | {"n_epochs": 10_000},
 }
+WITH_FILES = ("resumed", "killed", "damaged", "full-disk")
 DIFFERENT = {"dropout": lambda: nn.Dropout(0.5), "batch-norm": lambda: nn.BatchNorm1d(5)}
+
+
+def fill_disk():
+    """Let no file grow any more; a full disk fails alike."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
 def loader_of(case, data, ranks):
@@ -72,14 +83,18 @@ def run(case, directory, ranks):
     model = model_of(case, ranks)
     if case == "regression":
         del arguments["valid_loader"]
-    if case in ("resumed", "killed"):
+    if case in WITH_FILES:
         files = {"checkpoint": directory / f"{case}.pt", "history": directory / f"{case}.jsonl"}
         arguments |= files
-    if case == "resumed":
+    if case in ("resumed", "damaged"):
         files = arguments | {"n_epochs": 2}
         li.marglik_training(model_of(case, ranks), loader, **files)
-    if case in ("resumed", "killed"):
+    if case in WITH_FILES:
         arguments["resume"] = True
+    if case == "damaged" and ranks.is_first:
+        arguments["checkpoint"].write_bytes(b"no checkpoint")
+    if case == "full-disk" and ranks.is_first:
+        arguments["callbacks"] = [lambda record, model: fill_disk()]
     result = li.marglik_training(model, loader, **arguments)
     found = {f"model.{name}": value for name, value in result.model.state_dict().items()}
     hessian = result.la.H_facs.kfacs if arguments.get("hessian_structure") is None else result.la.H
@@ -113,8 +128,9 @@ if __name__ == "__main__":
     for case in cases:
         try:
             found = run(case, directory, ranks)
-        except ValueError as error:
-            found = {"error": str(error)}
+        except (ValueError, OSError) as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         torch.save(found, directory / f"{case}-{rank}.pt")
     if int(size) > 1:
         dist.destroy_process_group()

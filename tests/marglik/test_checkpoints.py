@@ -357,6 +357,24 @@ def test_a_checkpoint_in_use_is_refused(tmp_path):
     noisy_run(tmp_path, n_epochs=2, resume=True)
 
 
+def test_a_history_in_use_is_refused(tmp_path):
+    """Also if there is no checkpoint, and if another run has one."""
+    attempts = []
+
+    def attempt(record, model):
+        for checkpoint in (None, tmp_path / "other.pt"):
+            with pytest.raises(BlockingIOError) as refusal:
+                noisy_run(tmp_path, checkpoint=checkpoint)
+            attempts.append(str(refusal.value))
+
+    noisy_run(tmp_path, n_epochs=1, checkpoint=None, callbacks=[attempt])
+    assert len(attempts) == 2
+    for message in attempts:
+        assert f"run.jsonl is in use by another run, process {os.getpid()} on" in message
+    assert list(contents(tmp_path)) == ["run.jsonl"]
+    assert len(read_history(tmp_path / "run.jsonl")) == 1
+
+
 def test_a_process_that_uses_a_checkpoint_is_named_and_its_death_frees_it(tmp_path):
     checkpoint = tmp_path / "held" / "run.pt"
     process = start_process(tmp_path, "held", 10_000)

@@ -1,6 +1,7 @@
 """Several processes: the same result as one, to round-off; what they share out; what is refused."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +30,8 @@ SCRIPT = Path(__file__).parent / "ranks_run.py"
 EQUAL = ("running", "refit", "regression", "search", "sampler", "resumed")
 FURTHER = ("diag", "full", "last-layer", "tolerance", "augerino", "wrapped")  # in the slow tests
 DIFFERENT = ("dropout", "batch-norm")  # masks and statistics are those of a rank's rows
-CASES = (*EQUAL, *DIFFERENT, "other-data")
+REFUSED = ("damaged", "full-disk", "other-data")
+CASES = (*EQUAL, *DIFFERENT, *REFUSED)
 
 
 def start(rank, size, directory, *cases):
@@ -169,7 +171,8 @@ def test_all_ranks_decompose_before_one_waits_for_another(monkeypatch):
 
 
 def test_a_decomposition_that_fails_on_one_rank_fails_on_all(monkeypatch):
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, "no convergence"])
+    theirs = torch.linalg.LinAlgError("no convergence")
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, theirs])
     with pytest.raises(torch.linalg.LinAlgError, match="no convergence"):
         Ranks(0, 2).decompose([torch.eye(3), torch.eye(2)])
 
@@ -260,6 +263,28 @@ def test_a_sampler_of_another_kind_is_refused():
 
 def test_ranks_with_different_data_are_refused(results):
     assert "ranks have different data" in results[2, "other-data", 0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("damaged", r"ValueError: .*damaged\.pt is not a readable checkpoint"),
+        ("full-disk", "OSError: .*File too large"),
+    ],
+)
+def test_what_fails_on_the_first_rank_fails_on_all(results, case, message):
+    """So that none of them waits for it."""
+    for rank in range(2):
+        assert re.match(message, results[2, case, rank]["error"])
+
+
+def test_a_refusal_of_any_rank_reaches_the_others(monkeypatch):
+    theirs = ValueError("no")
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, theirs])
+    with pytest.raises(ValueError, match="no"), Ranks(0, 2).agreeing():
+        pass
+    with pytest.raises(FileExistsError, match="own"), Ranks(0, 2).agreeing():
+        raise FileExistsError("own")
 
 
 def test_a_model_that_is_split_over_ranks_is_refused():

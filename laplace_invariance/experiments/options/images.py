@@ -8,6 +8,8 @@ from laplace_invariance.experiments.checks import Config, check_positive
 
 __all__ = ["ImagesConfig"]
 
+LARGEST_SIZE = 10_000  # pixels along a side
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig(Config):
@@ -38,5 +40,7 @@ class ImagesConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "size")
+        if self.size is not None and self.size > LARGEST_SIZE:
+            raise ValueError(f"size must be at most {LARGEST_SIZE}, got {self.size}")
         if self.test_share is not None and not 0 < self.test_share < 1:
             raise ValueError(f"test_share must be between 0 and 1, got {self.test_share}")

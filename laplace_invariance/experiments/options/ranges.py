@@ -201,13 +201,8 @@ class ProfileConfig(LearnConfig):
                 f"{self.name} is not learnt, so that there is no range to look along; choose from "
                 f"{', '.join(self.learn)}"
             )
-        limit = math.pi if self.name == "rotation" else math.inf
         for value in self.values:
-            if not 0 <= value <= limit or not math.isfinite(value):
-                raise ValueError(
-                    f"{self.name} must be finite and between 0 and {limit:.4g}, its limit, got "
-                    f"{value}"
-                )
+            check_ranges("values", {self.name: value})
 
     @property
     def run(self) -> LearnConfig:
@@ -249,6 +244,7 @@ class SuggestConfig(ImagesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "n_epochs", "n_samples", "n_steps", "n_repeats")
+        check_ranges("ranges", self.ranges)
         if self.n_steps % 2:
             raise ValueError(
                 "n_steps must be even, as evidences are compared after half of them, too, got "
