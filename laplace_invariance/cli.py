@@ -193,7 +193,7 @@ def _short_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
-def _out_of_memory(error: Exception) -> SystemExit:
+def _out_of_memory(error: BaseException) -> SystemExit:
     """Return an exit for an allocation that failed in Python, numpy or torch."""
     found = " ".join(str(error).split())
     return SystemExit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -17,7 +18,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["locked", "read_json", "replace", "write_json", "write_text"]
+__all__ = ["locked", "read_json", "replace", "to_finite", "write_json", "write_text"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +66,36 @@ def write_text(path: Path, text: str) -> None:
     replace(path, lambda file: file.write(text.encode()))
 
 
+def to_finite(value: Any, replacement: Callable[[float], Any] = lambda number: None) -> Any:
+    """Return a value of which all numbers can be written as JSON, which has no NaN and no infinity.
+
+    Args:
+        value: Dictionaries, lists, numbers and texts.
+        replacement: What stands for a number that is not finite; by default None.
+    """
+    if isinstance(value, dict):
+        return {key: to_finite(item, replacement) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_finite(item, replacement) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return replacement(value)
+    return value
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, atomically, and create the directory if there is none.
 
     Args:
         path: The file.
-        value: Anything that :func:`json.dumps` takes.
+        value: Anything that :func:`json.dumps` takes. A number that is not finite is written as a
+            text, ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``.
     """
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    words = to_finite(value, json.dumps)
+    write_text(path, json.dumps(words, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read what :func:`write_json` wrote.
+    """Read what :func:`write_json` wrote, with numbers that are not finite.
 
     Args:
         path: The file.
@@ -85,11 +104,21 @@ def read_json(path: Path) -> Any:
         ValueError: If the file is not JSON.
     """
     try:
-        return json.loads(path.read_text())
+        return _with_all_numbers(json.loads(path.read_text()))
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged: {error}; remove it to continue; nothing was changed"
         ) from error
+
+
+def _with_all_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_all_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_all_numbers(item) for item in value]
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    return value
 
 
 @contextmanager

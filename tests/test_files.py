@@ -1,5 +1,7 @@
 """Files: replaced whole or not at all, JSON, and locks between processes."""
 
+import json
+import math
 import os
 import signal
 import socket
@@ -33,6 +35,31 @@ def test_a_failed_write_changes_nothing(tmp_path):
         replace(path, fails)
     assert path.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_errors_of_the_file_are_not_hidden_by_others(tmp_path):
+    """As torch.save does."""
+
+    def fails(file):
+        try:
+            raise OSError("disk full")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
+
+    with pytest.raises(OSError, match="disk full"):
+        replace(tmp_path / "file", fails)
+
+
+def test_numbers_that_are_not_finite_are_texts_in_json(tmp_path):
+    path = tmp_path / "value.json"
+    write_json(path, {"a": [math.inf, -math.inf, 1.5, "inf"], "b": {"c": math.nan}})
+    assert json.loads(path.read_text()) == {
+        "a": ["Infinity", "-Infinity", 1.5, "inf"],
+        "b": {"c": "NaN"},
+    }
+    read = read_json(path)
+    assert read["a"] == [math.inf, -math.inf, 1.5, "inf"]
+    assert math.isnan(read["b"]["c"])
 
 
 def test_json_is_read_as_it_was_written(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,7 +29,7 @@ from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import Share, fixed_draws, sharing
 from laplace_invariance.hyper import differentiable
 
-__all__ = ["AugmentedCurvature"]
+__all__ = ["AugmentedCurvature", "check_count"]
 
 # Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all
 # columns with respect to the layers' outputs or, where a Jacobian is formed, to the parameters;
@@ -36,6 +37,12 @@ __all__ = ["AugmentedCurvature"]
 CHUNK_ELEMENTS = 2**26
 FORWARD_TENSORS = 4
 SLACK = 0.25
+
+
+def check_count(name: str, value: int | None) -> None:
+    """Raise ValueError unless an option is a positive integer, or None."""
+    if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
+        raise ValueError(f"{name} must be a positive integer or None, got {value!r}")
 
 
 class AugmentedCurvature(CurvatureInterface):
@@ -64,8 +71,7 @@ class AugmentedCurvature(CurvatureInterface):
             raise ValueError(f"kfac_approx must be 'expand' or 'reduce', got {kfac_approx!r}")
         if on_unsupported not in ("error", "diag"):
             raise ValueError(f"on_unsupported must be 'error' or 'diag', got {on_unsupported!r}")
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be a positive number or None, got {chunk_size}")
+        check_count("chunk_size", chunk_size)
         self.kfac_approx = kfac_approx
         self.per_slot = per_slot
         self.chunk_size = chunk_size
@@ -183,6 +189,11 @@ class AugmentedCurvature(CurvatureInterface):
 
     def _prepare(self, x: Any) -> Match:
         """Check the inputs, and match parameters with layers on the first of them."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "curvature needs gradients, which torch.inference_mode() switches off for good; "
+                "leave it, or use torch.no_grad() instead"
+            )
         matched = self._last_match
         chunks.check_finite(x, first=matched is None)
         # one input does not show whether the first axis is that of the batch

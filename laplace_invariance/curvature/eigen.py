@@ -157,7 +157,8 @@ def check_finite(factors: Sequence[Tensor]) -> None:
         return
     if not all(factor.isfinite().all() for factor in factors):  # not so if a sum overflowed
         raise torch.linalg.LinAlgError(
-            "a curvature factor is not finite; check the loss and the inputs of the network"
+            "a curvature factor is not finite; check the loss, the inputs of the network, and the "
+            "ranges of its augmentations"
         )
 
 

@@ -14,7 +14,7 @@ from laplace.curvature.curvature import EFInterface, GGNInterface
 from laplace.utils import Likelihood
 from torch import Tensor, nn
 
-from laplace_invariance.curvature.backend import AugmentedCurvature
+from laplace_invariance.curvature.backend import AugmentedCurvature, check_count
 from laplace_invariance.curvature.loss_hessian import Columns, LossHessian, softmax_trace
 from laplace_invariance.curvature.trace.chunks import AnyTrace
 
@@ -63,14 +63,12 @@ class AugmentedGGN(AugmentedCurvature, GGNInterface):
         options |= {"stochastic": stochastic, "num_samples": num_samples}
         keys = (dict_key_x, dict_key_y)
         super().__init__(model, likelihood, last_layer, subnetwork_indices, *keys, **options)
-        if output_rank is not None and output_rank < 1:
-            raise ValueError(f"output_rank must be positive or None, got {output_rank}")
+        check_count("output_rank", output_rank)
+        check_count("num_samples", num_samples)
         if output_rank is not None and likelihood == Likelihood.REGRESSION:
             raise ValueError(
                 "output_rank truncates the softmax Hessian; the one of regression is the identity"
             )
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be positive, got {num_samples}")
         self.output_rank = output_rank
         self._trace_kept = self._trace_total = torch.zeros(())
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from laplace_invariance.files import locked, replace
+from laplace_invariance.files import locked, replace, to_finite
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import ALONE, Ranks
 from laplace_invariance.marglik.settings import OutputSettings, Record
@@ -214,7 +214,7 @@ class Journal:
         with self._ranks.agreeing():
             if self._history is not None and self._ranks.is_first:
                 # an interrupted run may have appended records after its last checkpoint
-                lines = "".join(json.dumps(record) + "\n" for record in self._run.history)
+                lines = "".join(_line(record) for record in self._run.history)
                 replace(self._history, lambda file: file.write(lines.encode()))
 
     def _start(self) -> None:
@@ -293,7 +293,7 @@ class Journal:
         with self._ranks.agreeing():
             if self._history is not None and self._ranks.is_first:
                 with self._history.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+                    file.write(_line(record))
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -312,6 +312,11 @@ class Journal:
         if self._good_epoch is None:
             return "no checkpoint was asked for"
         return f"the last good checkpoint, of epoch {self._good_epoch}, is {self._checkpoint}"
+
+
+def _line(record: Record) -> str:
+    """Return a record as a line of JSON, with null for numbers that are not finite."""
+    return json.dumps(to_finite(record), allow_nan=False) + "\n"
 
 
 def _check_signature(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

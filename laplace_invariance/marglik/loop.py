@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.draws import Share, sharing
+from laplace_invariance.files import to_finite
 from laplace_invariance.hyper import StepGuard, named_hyperparameters
 from laplace_invariance.marglik.checkpoints import Journal
 from laplace_invariance.marglik.estimators.base import TERMS, Context, finite
@@ -48,10 +49,12 @@ class Trainer:
         search: Estimates of a search so far, and its result; None until it has ended.
 
     Raises:
+        RuntimeError: If gradients are switched off.
         ValueError: If nothing can be trained, or a hyperparameter is not finite.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
+        _check_gradients()
         self.model = model
         self.settings = settings
         self._weights = [p for p in model.parameters() if p.requires_grad]
@@ -320,9 +323,9 @@ class Trainer:
         """Return what is known at the end of an epoch."""
         noise = self.priors.noise
         named = self.priors.named() if len(self.priors.groups) <= MAX_NAMED else None
-        return {
+        record = {
             "epoch": self.epoch,
-            "loss": finite(self.losses[-1]),
+            "loss": self.losses[-1],
             **dict.fromkeys(("evidence", *TERMS, "newton_decrement")),
             **self.hyperparameters.describe(),
             **estimate,
@@ -333,6 +336,8 @@ class Trainer:
             "skipped": dict(self.guard.skipped),
             "seconds": dict(self._seconds),
         }
+        found: Record = to_finite(record)
+        return found
 
     def _progress(self) -> dict[str, str]:
         """Return loss, evidence, accuracy and the widest ranges, each as last known."""
@@ -388,6 +393,16 @@ class Trainer:
         self.losses = state["losses"]
         self.history = state["history"]
         self.search = state["search"]
+
+
+def _check_gradients() -> None:
+    """Raise if torch computes no gradients here."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return
+    mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+    raise RuntimeError(
+        f"training needs gradients, which torch.{mode}() around it switches off; call it outside"
+    )
 
 
 def _mean(values: Sequence[Tensor], sizes: Sequence[int]) -> float:

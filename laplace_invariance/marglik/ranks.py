@@ -114,9 +114,10 @@ class Ranks:
             kinds: Kinds of exceptions, by default those of files and of arguments.
         """
         own = None
+        expected = kinds or (OSError, TypeError, ValueError)
         try:
             yield
-        except kinds or (OSError, TypeError, ValueError) as error:
+        except expected as error:
             own = error
         for other in self.gather(own):
             if other is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -71,18 +72,24 @@ def check_numbers(
         whole: Whether numbers must be whole.
 
     Raises:
+        TypeError: If a value is no number.
         ValueError: If a number is none of these.
     """
     wanted = "positive and finite" if least is None else f"finite and at least {least}"
     if whole:
         wanted += " and whole"
     for name in names:
-        value = getattr(settings, name)
+        value: Any = getattr(settings, name)
         if value is None:
             continue
+        is_number: bool = isinstance(value, numbers.Real | torch.Tensor)
+        if not is_number:
+            raise TypeError(f"{name} must be {wanted}, got {value!r}")
         enough = value > 0 if least is None else value >= least
-        if not enough or not math.isfinite(value) or (whole and value != int(value)):
+        if not enough or not math.isfinite(value):
             raise ValueError(f"{name} must be {wanted}, got {value}")
+        if whole and not isinstance(value, numbers.Integral):
+            raise ValueError(f"{name} must be {wanted}, an integer, got {value}")
 
 
 def _text(value: object) -> str:

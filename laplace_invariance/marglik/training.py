@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,7 +258,9 @@ def marglik_training(
         ValueError: If arguments make no sense, alone or together; nothing was trained or written.
         BlockingIOError: If another run uses ``checkpoint`` or ``history``.
         FileExistsError: If ``checkpoint`` or ``history`` exists and is not resumed from.
-        FloatingPointError: If ``max_bad_steps`` steps in a row were not finite.
+        FloatingPointError: If ``max_bad_steps`` steps in a row were not finite, or the evidence of
+            the result is not.
+        RuntimeError: If ``torch.no_grad()`` or ``torch.inference_mode()`` is around the call.
     """
     ranks = present_ranks()
     model = unwrapped(model)
@@ -306,7 +309,7 @@ def marglik_training(
         if chosen_search is not None and trainer.search["result"] is None:
             _search(chosen_search, trainer, random_states, journal)
         trainer.train(journal, random_states)
-    return _result(trainer)
+    return _finite_result(trainer)
 
 
 def _check_data(settings: Settings) -> None:
@@ -357,6 +360,22 @@ def _search(
         )
     trainer.search["result"] = found.state_dict()
     journal.save()
+
+
+def _finite_result(trainer: Trainer) -> Result:
+    """Return the result; raise FloatingPointError if its evidence is not finite."""
+    try:
+        result = _result(trainer)
+    except (FloatingPointError, torch.linalg.LinAlgError) as error:
+        reason = str(error)
+    else:
+        if math.isfinite(result.evidence):
+            return result
+        reason = f"it is {result.evidence}"
+    raise FloatingPointError(
+        f"training ended where the evidence is not finite: {reason}; take smaller steps, by "
+        "optimizer_kwargs={'lr': ...} and lr_aug"
+    )
 
 
 def _result(trainer: Trainer) -> Result:

@@ -8,11 +8,13 @@ permuting the group as well in ``[n, channels, order, height, width]``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace_invariance.layers.group import GroupConv2d
+from laplace_invariance.layers.residual import ResidualPathway
 from laplace_invariance.layers.symmetry import NAMED, Group
 from laplace_invariance.modes import evaluation
 
@@ -90,11 +92,21 @@ def _random_inputs(module: nn.Module, generator: torch.Generator | None) -> Tens
             f"no layer in {type(module).__name__} says how many channels it takes; give inputs x"
         )
     group = [first.group.order] if isinstance(first, GroupConv2d) else []
-    shape = (2, first.in_channels, *group, *getattr(first, "in_shape", (32, 32)))
+    shape: list[Any] = [2, first.in_channels, *group, *_image_shape(module, first)]
     parameter = next(module.parameters(), torch.empty(0))
     device = parameter.device if generator is None else generator.device
     x = torch.randn(shape, generator=generator, device=device, dtype=parameter.dtype)
     return x.to(parameter.device)
+
+
+def _image_shape(module: nn.Module, first: nn.Module) -> tuple[int, ...]:
+    """Return the height and width that the first layer takes, or another path beside it."""
+    beside: list[nn.Module] = [first]
+    for part in module.modules():
+        if isinstance(part, ResidualPathway) and first in part.modules():
+            beside += part.paths.values()
+    shapes = (getattr(layer, "in_shape", None) for layer in beside)
+    return next((tuple(shape) for shape in shapes if shape is not None), (32, 32))
 
 
 def _groups(group: str | Group | Sequence[str | Group]) -> list[str | Group]:

@@ -158,10 +158,21 @@ class LayerReport:
         return found
 
     @property
+    def is_learnt(self) -> bool:
+        """Whether paths were told apart, by ablation or by prior precisions that differ."""
+        if any(row.cost is not None for row in self.rows):
+            return True
+        found = {value for row in self.rows for value in row.precisions.values()}
+        return len(found) != 1
+
+    @property
     def chosen(self) -> dict[str, str]:
-        """The kind of layer that was chosen, by place, such as ``"CONV"`` or ``"CONV+F-FC"``."""
-        found = {}
-        for place, rows in self.places.items():
+        """The kind of layer that was chosen, by place, such as ``"CONV"`` or ``"CONV+F-FC"``.
+
+        Nothing was, without ablation, if all paths have the same prior precision.
+        """
+        found: dict[str, str] = {}
+        for place, rows in self.places.items() if self.is_learnt else ():
             kinds = [row.kind for row in rows if row.chosen]
             if kinds:
                 found[place] = "+".join(kinds)
@@ -184,7 +195,13 @@ class LayerReport:
         for place, (first, *others) in self.places.items():
             lines.append([place, *first.cells()[:n_cells], chosen.get(place, "")])
             lines += [["", *row.cells()[:n_cells], ""] for row in others]
-        return table(lines, right=range(2, n_cells + 1))
+        shown = table(lines, right=range(2, n_cells + 1))
+        if self.is_learnt:
+            return shown
+        return (
+            f"{shown}\nnothing was learnt: all paths have the same prior precision; learn them by "
+            "marglik_training(..., prior_structure='layerwise'), or give ablation(la, loader)"
+        )
 
     __repr__ = __str__
 

@@ -306,6 +306,10 @@ def test_sampled_curvature_is_unbiased(likelihood):
         (AugmentedGGN, {"kfac_approx": "average"}, "kfac_approx"),
         (AugmentedGGN, {"on_unsupported": "skip"}, "on_unsupported"),
         (AugmentedEF, {"chunk_size": 0}, "chunk_size"),
+        (AugmentedEF, {"chunk_size": 2.5}, "chunk_size must be a positive integer or None"),
+        (AugmentedGGN, {"chunk_size": float("nan")}, "chunk_size must be a positive integer"),
+        (AugmentedGGN, {"output_rank": 1.5}, "output_rank must be a positive integer or None"),
+        (AugmentedGGN, {"num_samples": 2.0}, "num_samples must be a positive integer"),
         (AugmentedGGN, {"output_rank": 0}, "output_rank"),
         (AugmentedGGN, {"num_samples": 0}, "num_samples"),
     ],
@@ -329,6 +333,45 @@ def test_input_that_is_not_finite_is_refused(structure, value):
     with pytest.raises(ValueError, match="NaN or infinite"):
         getattr(AugmentedGGN(net, "classification"), structure)(
             x, targets(6, "classification"), N=N
+        )
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_inference_mode_is_refused(structure):
+    net, x = mlp()
+    backend = AugmentedGGN(net, "classification")
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"use torch\.no_grad\(\)"):
+        getattr(backend, structure)(x, targets(6, "classification"), N=N)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_weights_that_are_not_finite_are_named(structure):
+    net, x = mlp()
+    name, weight = next(iter(net.named_parameters()))
+    weight.data[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=f"outputs .* are not finite, as {name} are not"):
+        getattr(AugmentedGGN(net, "classification"), structure)(
+            x, targets(6, "classification"), N=N
+        )
+
+
+WIDE = {
+    "images": (lambda: li.AffineImage(init={"x_scale": 1e3}), (3, 4, 4)),
+    "colours": (lambda: li.Colour(init={"brightness": 1e3}), (3, 4, 4)),
+    "points": (lambda: li.AffinePoints(init={"x_scale": 1e3}), (2,)),
+}
+
+
+@pytest.mark.parametrize(("augmentation", "shape"), WIDE.values(), ids=WIDE)
+def test_ranges_that_make_numbers_overflow_are_named(augmentation, shape):
+    """Also where a layer hides it from the outputs, such as one that saturates."""
+    n_in = torch.Size(shape).numel()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(n_in, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = li.InvariantModel(net, augmentation(), n_samples=4)
+    match = r"not finite; check .*its ranges \(augmentation\.eta up to 1e\+03\)"
+    with pytest.raises(FloatingPointError, match=match):
+        AugmentedGGN(model, "classification").kron(
+            torch.rand(6, *shape), targets(6, "classification"), N=N
         )
 
 

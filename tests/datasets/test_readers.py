@@ -2,8 +2,8 @@
 
 import io
 import struct
-import zipfile
 import sys
+import zipfile
 
 import numpy as np
 import pytest

@@ -155,17 +155,20 @@ def test_directory_that_stays_empty_is_removed_if_it_is_new(tmp_path):
 
 def test_a_run_that_fails_before_it_writes_leaves_no_trace(tmp_path):
     def fail(out, name=None, resume=False):
-        with pytest.raises(ValueError, match="no"), RunDirectory(out, CONFIG, resume) as directory:
+        with RunDirectory(out, CONFIG, resume) as directory:
             directory.begin()
             assert (out / "experiment.json").exists()
             if name is not None:
                 directory.save(name, "text")
             raise ValueError("no")
 
-    fail(tmp_path / "new")
+    with pytest.raises(ValueError, match="no"):
+        fail(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
-    fail(tmp_path, "history.jsonl")  # which a resumed run may need
-    fail(tmp_path, resume=True)
+    with pytest.raises(ValueError, match="no"):
+        fail(tmp_path, "history.jsonl")  # which a resumed run may need
+    with pytest.raises(ValueError, match="no"):
+        fail(tmp_path, resume=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["experiment.json", "history.jsonl"]
 
 

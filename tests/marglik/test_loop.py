@@ -23,6 +23,7 @@ from laplace_invariance.layers.sparse import SparseLinear2d
 from laplace_invariance.marglik import MAP, Running, checkpoints
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.randomness import RandomStates
+from laplace_invariance.marglik.tracking import scalars
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
 
@@ -117,6 +118,42 @@ def test_bad_training_steps_are_skipped_counted_and_logged(caplog):
     assert "step of weights skipped: the objective is not finite" in caplog.text
     assert all(math.isfinite(loss) for loss in result.losses)
     assert all(p.isfinite().all() for p in result.model.parameters())
+
+
+@pytest.mark.parametrize("lr", [math.inf, 1e300])
+def test_a_run_that_diverged_ends_in_a_clear_error(lr):
+    """Weights are not finite, or so large that the evidence is not."""
+    arguments = {"n_epochs": 1, "optimizer_kwargs": {"lr": lr}}
+    match = "training ended where the evidence is not finite: .*; take smaller steps"
+    with pytest.raises(FloatingPointError, match=match):
+        li.marglik_training(invariant_network(), shuffled(labelled_points()), **arguments)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_training_without_gradients_is_refused(mode):
+    model = invariant_network()
+    with getattr(torch, mode)(), pytest.raises(RuntimeError, match=rf"torch\.{mode}\(\) around"):
+        li.marglik_training(model, shuffled(labelled_points()), n_epochs=1)
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_history(tmp_path):
+    path = tmp_path / "run.jsonl"
+    trainer = trainer_of(plain_network(), n_epochs=1, history=path)
+    trainer.priors.log_precision.data.fill_(800.0)  # whose exponential overflows
+    trainer.losses.append(math.nan)
+    record = trainer._record({}, None)
+    assert (record["loss"], set(record["prior_precisions"].values())) == (None, {None})
+    assert set(record["prior_precision"]) == {None}
+    journal = checkpoints.Journal(trainer, RandomStates(trainer.model, []), trainer.settings.output)
+    with journal:
+        journal.append(record | {"mine": [math.inf]})  # which a callback may have put there
+
+    def refuse(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    read = json.loads(path.read_text(), parse_constant=refuse)
+    assert read == record | {"mine": [None]}
+    assert "loss" not in scalars(read)
 
 
 def test_a_bad_gradient_does_not_reach_the_weights():

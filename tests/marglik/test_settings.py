@@ -83,6 +83,9 @@ WHOLE = {
 BAD = {
     "likelihood": ({"likelihood": "poisson"}, ValueError, "'classification' or 'regression'"),
     "no epochs": ({"n_epochs": 0}, ValueError, "n_epochs must be positive"),
+    "half an epoch": ({"n_epochs": 2.5}, ValueError, "n_epochs .*, an integer, got 2.5"),
+    "a float of epochs": ({"n_epochs": 2.0}, ValueError, "n_epochs .*, an integer, got 2.0"),
+    "epochs as a text": ({"n_epochs": "3"}, TypeError, "n_epochs must be positive .*got '3'"),
     "infinite step": ({"lr_aug": math.inf}, ValueError, "lr_aug must be positive and finite"),
     "step that is no number": ({"lr_aug_min": math.nan}, ValueError, "lr_aug_min must be finite"),
     "no temperature": ({"temperature": 0.0}, ValueError, "temperature must be positive"),

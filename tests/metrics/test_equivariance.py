@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from laplace_invariance.layers.convert import convert
 from laplace_invariance.layers.factored import FactoredLinear2d
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
@@ -274,5 +275,11 @@ def test_inputs_are_drawn_if_there_are_none():
         for seed in (0, 1)
     )
     assert first != second
+    seen = []
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU())
+    converted = convert(net, (1, 6, 5))
+    converted.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1:]))
+    assert equivariance_error(converted, "shifts") > 1e-2
+    assert set(seen) == {(1, 6, 5)}  # which one of the paths takes
     with pytest.raises(ValueError, match="no layer in ReLU says how many channels"):
         equivariance_error(nn.ReLU(), "shifts")

@@ -117,8 +117,20 @@ def test_layer_report_says_which_path_is_in_use():
     report = layer_report(la)
     assert report.rows[0].precision == 2.0
     assert min(row.relative for row in report.rows) > 0.05
+    assert [row.chosen for row in report.rows] == [True, True]
+
+
+def test_layer_report_says_if_nothing_was_learnt():
+    la, _, _ = fitted()
+    report = layer_report(la)
+    assert report.chosen == {}
+    assert str(report).splitlines()[-1].startswith("nothing was learnt: all paths have the same")
+    n = len(list(la.model.parameters()))
+    la.prior_precision = torch.linspace(1, 1.1, n)
+    report = layer_report(la)
     assert report.chosen == {"0": "CONV+F-FC"}
     assert str(report).splitlines()[1].endswith("CONV+F-FC")
+    assert "nothing" not in str(report)
 
 
 def test_layer_report_needs_paths_and_a_fit():

@@ -21,7 +21,7 @@ from laplace_invariance.curvature.rules import (
 from laplace_invariance.curvature.trace.calls import Call, Layers, backpropagate
 from laplace_invariance.curvature.trace.guards import Guards
 from laplace_invariance.draws import fixed_draws
-from laplace_invariance.hyper import hyperparameters
+from laplace_invariance.hyper import hyperparameters, named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
 
 __all__ = ["Coverage", "Match", "Owner", "coverage", "match"]
@@ -187,6 +187,7 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
         x: Inputs to verify the rules on, ``[batch, ...]``; two show whether the batch comes first.
 
     Raises:
+        FloatingPointError: Outputs or gradients of the model are not finite.
         ValueError: The model does not return ``[batch, outputs]``.
     """
     entries = {entry.parameter: entry for entry in coverage(root)}
@@ -291,6 +292,27 @@ def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Ca
     return outputs, calls
 
 
+def _check_finite(model: nn.Module, truth: _Truth) -> None:
+    """Raise FloatingPointError unless outputs of a model and their gradients are finite."""
+    for what, tensors in {"outputs": [truth.outputs], "gradients": truth.gradients}.items():
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            raise FloatingPointError(f"the {what} of the model are not finite{_cause(model)}")
+
+
+def _cause(model: nn.Module) -> str:
+    """Return, for a message, why a model does not return finite numbers for finite inputs."""
+    tensors = dict(named_hyperparameters(model))
+    found = {**dict(model.named_parameters()), **tensors}
+    bad = [name for name, tensor in found.items() if not torch.isfinite(tensor).all()]
+    if bad:
+        return f", as {', '.join(bad)} are not"
+    if not tensors:
+        return "; check the size of its weights and of its inputs"
+    widths = {name: f"{tensor.abs().max().item():.3g}" for name, tensor in tensors.items()}
+    words = ", ".join(f"{name} up to {width}" for name, width in widths.items())
+    return f"; check the size of its weights, of its inputs and of its ranges ({words})"
+
+
 @dataclass(frozen=True)
 class _Seen:
     """What running a model showed.
@@ -315,6 +337,7 @@ def _look(covered: Sequence[Coverage], model: nn.Module, x: Any) -> _Seen:
     layers = _assign(covered)
     outputs, calls = _rehearse(model, layers, x)
     truth = _Truth(outputs, [entry.parameter for entry in covered])
+    _check_finite(model, truth)
     explained = _verified(covered, truth, calls)
     layers.blocks = _assign(covered, explained).blocks
     missing = {i: entry for i, entry in enumerate(covered) if i not in explained}
