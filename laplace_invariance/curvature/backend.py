@@ -27,6 +27,7 @@ from laplace_invariance.curvature.trace.guards import check_loader_of_fit
 from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import Share, fixed_draws, sharing
 from laplace_invariance.hyper import differentiable
+from laplace_invariance.precision import check_precision, single, without_autocast
 
 __all__ = ["AugmentedCurvature"]
 
@@ -130,8 +131,8 @@ class AugmentedCurvature(CurvatureInterface):
             graph, or an empty list; and the gradient of each hyperparameter of the model that
             requires grad.
         """
-        parts, terms, matched = self._parts(structure, x, y, N)
-        with torch.enable_grad(), differentiable():
+        with without_autocast(), torch.enable_grad(), differentiable():
+            parts, terms, matched = self._parts(structure, single(x), single(y), N)
             return chunks.differentiate_over(parts, terms, cotangents, matched, values)
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
@@ -141,9 +142,10 @@ class AugmentedCurvature(CurvatureInterface):
             x: Inputs ``[batch, ...]``; the draws of their samples are the fixed ones.
             enable_backprop: Whether the results can be differentiated with respect to ``x``.
         """
-        matched = self._prepare(x)
+        x = single(x)
         jacobians, outputs = [], []
-        with torch.enable_grad(), fixed_draws():
+        with without_autocast(), torch.enable_grad(), fixed_draws():
+            matched = self._prepare(x)
             for chunk in self._split(x, matched, explicit=True):
                 run = self._trace(chunk.x, matched)
                 if enable_backprop:
@@ -168,9 +170,10 @@ class AugmentedCurvature(CurvatureInterface):
 
         The draws of samples are fresh.
         """
-        matched = self._prepare(x)
+        x, y = single(x), single(y)
         gradients, losses = [], []
-        with torch.enable_grad():
+        with without_autocast(), torch.enable_grad():
+            matched = self._prepare(x)
             for chunk in self._split(x, matched, explicit=True):
                 targets = y[chunk.rows]
                 with chunk.draws(), self._trace(chunk.x, matched) as trace:
@@ -182,7 +185,8 @@ class AugmentedCurvature(CurvatureInterface):
     # A batch: what is matched, how it is split, and the sum over its parts.
 
     def _prepare(self, x: Any) -> Match:
-        """Check the inputs, and match parameters with layers on the first of them."""
+        """Check model and inputs, and match parameters with layers on the first of them."""
+        check_precision(self.model)
         matched = self._last_match
         chunks.check_finite(x, first=matched is None)
         # one input does not show whether the first axis is that of the batch
@@ -221,9 +225,10 @@ class AugmentedCurvature(CurvatureInterface):
     def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
         check_loader_of_fit()
-        x, y = chunks.kept(x, y, self.model)
+        x, y = chunks.kept(single(x), single(y), self.model)
         copied = self.last_layer and isinstance(self.model, FeatureExtractor)
-        return chunks.sum_over(*self._parts(structure, x, y, N), copied)
+        with without_autocast():
+            return chunks.sum_over(*self._parts(structure, x, y, N), copied)
 
     def _parts(
         self, structure: str, x: Any, y: Tensor, N: int

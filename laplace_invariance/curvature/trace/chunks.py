@@ -22,6 +22,7 @@ from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.draws import Tape
 from laplace_invariance.hyper import hyperparameters, original_of
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.precision import without_autocast
 
 __all__ = [
     "AnyTrace",
@@ -159,7 +160,8 @@ def sum_over(
         factor = match.guards.check_weights(weights, first=n_pulled > walks.latest)
         walks.latest = max(walks.latest, n_pulled)
         trim()
-        _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
+        with without_autocast():
+            _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
         if factor is not None:
             gradients = [factor * gradient for gradient in gradients]
         theirs = [gradients[i].to(tensor, copy=True) for i, tensor in users.items()]

@@ -23,6 +23,7 @@ from laplace_invariance.curvature.trace.guards import Guards
 from laplace_invariance.draws import fixed_draws
 from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.precision import HALF
 
 __all__ = ["Coverage", "Match", "Owner", "coverage", "match"]
 
@@ -187,6 +188,7 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
         x: Inputs to verify the rules on, ``[batch, ...]``; two show whether the batch comes first.
 
     Raises:
+        TypeError: The model computes in half precision by itself.
         ValueError: The model does not return ``[batch, outputs]``.
     """
     entries = {entry.parameter: entry for entry in coverage(root)}
@@ -288,6 +290,12 @@ def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Ca
             outputs = model(x)
     if outputs.ndim != 2:
         raise ValueError(f"the model must return [batch, outputs], got shape {list(outputs.shape)}")
+    if any(tensor.dtype in HALF for tensor in (outputs, *(call.output for call in calls))):
+        raise TypeError(
+            "the model computes in half precision by itself, which is too coarse for curvature; "
+            "take torch.autocast, half() and bfloat16() out of its forward(), and enable autocast "
+            "around it where it is trained"
+        )
     return outputs, calls
 
 
