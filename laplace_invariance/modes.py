@@ -1,13 +1,17 @@
-"""Run a module in evaluation mode for a while."""
+"""Run a module in evaluation mode for a while, or as it is written."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 
-__all__ = ["evaluation"]
+from laplace_invariance.precision import without_autocast
+
+__all__ = ["as_written", "evaluation"]
 
 
 @contextmanager
@@ -24,3 +28,16 @@ def evaluation(module: nn.Module) -> Iterator[None]:
     finally:
         for child, training in modes:
             child.training = training
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Run modules inside the context as they are written: without autocast, and not compiled.
+
+    What ``torch.compile`` made of a module calls no hooks that were not there when it was compiled.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(without_autocast())
+        if "torch._dynamo" in sys.modules:  # else nothing was compiled; to import it takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

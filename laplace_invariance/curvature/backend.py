@@ -27,7 +27,8 @@ from laplace_invariance.curvature.trace.guards import check_loader_of_fit
 from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import Share, fixed_draws, sharing
 from laplace_invariance.hyper import differentiable
-from laplace_invariance.precision import check_precision, single, without_autocast
+from laplace_invariance.modes import as_written
+from laplace_invariance.precision import check_precision, single
 
 __all__ = ["AugmentedCurvature"]
 
@@ -131,7 +132,7 @@ class AugmentedCurvature(CurvatureInterface):
             graph, or an empty list; and the gradient of each hyperparameter of the model that
             requires grad.
         """
-        with without_autocast(), torch.enable_grad(), differentiable():
+        with as_written(), torch.enable_grad(), differentiable():
             parts, terms, matched = self._parts(structure, single(x), single(y), N)
             return chunks.differentiate_over(parts, terms, cotangents, matched, values)
 
@@ -144,7 +145,7 @@ class AugmentedCurvature(CurvatureInterface):
         """
         x = single(x)
         jacobians, outputs = [], []
-        with without_autocast(), torch.enable_grad(), fixed_draws():
+        with as_written(), torch.enable_grad(), fixed_draws():
             matched = self._prepare(x)
             for chunk in self._split(x, matched, explicit=True):
                 run = self._trace(chunk.x, matched)
@@ -172,7 +173,7 @@ class AugmentedCurvature(CurvatureInterface):
         """
         x, y = single(x), single(y)
         gradients, losses = [], []
-        with without_autocast(), torch.enable_grad():
+        with as_written(), torch.enable_grad():
             matched = self._prepare(x)
             for chunk in self._split(x, matched, explicit=True):
                 targets = y[chunk.rows]
@@ -227,7 +228,7 @@ class AugmentedCurvature(CurvatureInterface):
         check_loader_of_fit()
         x, y = chunks.kept(single(x), single(y), self.model)
         copied = self.last_layer and isinstance(self.model, FeatureExtractor)
-        with without_autocast():
+        with as_written():
             return chunks.sum_over(*self._parts(structure, x, y, N), copied)
 
     def _parts(

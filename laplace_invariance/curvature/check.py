@@ -21,8 +21,8 @@ from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
 from laplace_invariance.curvature.trace.matching import Coverage, coverage, match
 from laplace_invariance.hyper import named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.modes import evaluation
-from laplace_invariance.precision import check_precision, single, without_autocast
+from laplace_invariance.modes import as_written, evaluation
+from laplace_invariance.precision import check_precision, single
 from laplace_invariance.tables import table
 
 __all__ = ["ModelReport", "check_model"]
@@ -108,7 +108,7 @@ def check_model(
             f"backend must be a class of curvature backends, such as AugmentedGGN; got {backend!r}"
         )
     check_precision(model)
-    with evaluation(model), without_autocast():
+    with evaluation(model), as_written():
         rows = coverage(model)
         if example is not None:
             parameters = [row.parameter for row in rows]

@@ -40,8 +40,8 @@ from laplace_invariance.curvature.rules import ElementwiseBlock
 from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.hyper import differentiable
-from laplace_invariance.modes import evaluation
-from laplace_invariance.precision import single, without_autocast
+from laplace_invariance.modes import as_written, evaluation
+from laplace_invariance.precision import single
 
 __all__ = ["KINDS", "BoundEstimate", "TangentKernelBound", "tangent_kernel"]
 
@@ -227,7 +227,7 @@ class TangentKernelBound:
             hyperparameters, zero where there is none, and these hyperparameters.
         """
         x = single(x)
-        with without_autocast(), evaluation(self.model), torch.enable_grad(), differentiable():
+        with as_written(), evaluation(self.model), torch.enable_grad(), differentiable():
             matched = self._backend._prepare(x)
             if matched.objection is not None:
                 raise NotImplementedError(f"tangent kernels need rules; {matched.objection}")

@@ -22,7 +22,7 @@ from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.draws import Tape
 from laplace_invariance.hyper import hyperparameters, original_of
 from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.precision import without_autocast
+from laplace_invariance.modes import as_written
 
 __all__ = [
     "AnyTrace",
@@ -160,7 +160,7 @@ def sum_over(
         factor = match.guards.check_weights(weights, first=n_pulled > walks.latest)
         walks.latest = max(walks.latest, n_pulled)
         trim()
-        with without_autocast():
+        with as_written():
             _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
         if factor is not None:
             gradients = [factor * gradient for gradient in gradients]

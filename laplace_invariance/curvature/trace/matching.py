@@ -189,7 +189,7 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
 
     Raises:
         TypeError: The model computes in half precision by itself.
-        ValueError: The model does not return ``[batch, outputs]``.
+        ValueError: The model does not return ``[batch, outputs]``, or a layer has no gradients.
     """
     entries = {entry.parameter: entry for entry in coverage(root)}
     covered = [entries[parameter] for parameter in parameters]
@@ -295,6 +295,12 @@ def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Ca
             "the model computes in half precision by itself, which is too coarse for curvature; "
             "take torch.autocast, half() and bfloat16() out of its forward(), and enable autocast "
             "around it where it is trained"
+        )
+    if not all(call.output.requires_grad for call in calls):
+        raise ValueError(
+            "a layer ran without gradients, though its weights require them: call "
+            "torch.utils.checkpoint with use_reentrant=False, and freeze weights that are used "
+            "under torch.no_grad() by requires_grad_(False)"
         )
     return outputs, calls
 
