@@ -11,7 +11,7 @@ from torch import nn
 
 from laplace_invariance.precision import without_autocast
 
-__all__ = ["as_written", "evaluation"]
+__all__ = ["as_written", "evaluation", "in_modes", "modes_of"]
 
 
 @contextmanager
@@ -21,13 +21,30 @@ def evaluation(module: nn.Module) -> Iterator[None]:
     Args:
         module: The module; ``requires_grad`` and everything else stay as they are.
     """
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
+    with in_modes(modes_of(module)):
+        module.eval()
+        yield
+
+
+Modes = list[tuple[nn.Module, bool]]
+
+
+def modes_of(module: nn.Module) -> Modes:
+    """Return a module and its children, each with whether it is in training mode."""
+    return [(child, child.training) for child in module.modules()]
+
+
+@contextmanager
+def in_modes(modes: Modes) -> Iterator[None]:
+    """Put modules into given modes, as of :func:`modes_of`, and each back into its own after."""
+    before = [(module, module.training) for module, _ in modes]
+    for module, training in modes:
+        module.training = training
     try:
         yield
     finally:
-        for child, training in modes:
-            child.training = training
+        for module, training in before:
+            module.training = training
 
 
 @contextmanager

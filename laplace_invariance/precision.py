@@ -47,24 +47,18 @@ def single(x: Any) -> Any:
     return x
 
 
-def _enabled() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return device types and dtypes of the autocast that is in force."""
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Disable ``torch.autocast`` inside the context."""
     kinds = ["cpu"]
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
         kinds.append(accelerator.type)
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
-    )
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Disable ``torch.autocast`` inside the context."""
-    found = _enabled()
-    if not found:
+    enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    if not enabled:
         yield
         return
+    found = tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
     token = _disabled.set(found)
     try:
         with ExitStack() as stack:

@@ -226,10 +226,10 @@ class AugmentedCurvature(CurvatureInterface):
     def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
         check_loader_of_fit()
-        x, y = chunks.kept(single(x), single(y), self.model)
+        x, y, shared = chunks.kept(single(x), single(y), self.model)
         copied = self.last_layer and isinstance(self.model, FeatureExtractor)
         with as_written():
-            return chunks.sum_over(*self._parts(structure, x, y, N), copied)
+            return chunks.sum_over(*self._parts(structure, x, y, N), copied, shared)
 
     def _parts(
         self, structure: str, x: Any, y: Tensor, N: int

@@ -144,7 +144,7 @@ class Match:
         n_inputs: Number of inputs that this was verified on.
         n_outputs: Number of outputs of the model.
         size: Number of elements of all captured layers' outputs, per input.
-        guards: Guards of the weights and of backward passes.
+        guards: Guards of what fits depend on, and of backward passes.
     """
 
     model: nn.Module
@@ -214,7 +214,7 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
         n_inputs=len(outputs),
         n_outputs=outputs.shape[-1],
         size=sum(call.output.numel() for call in calls) // len(outputs) + 1,
-        guards=Guards(parameters),
+        guards=Guards(model),
     )
 
 

@@ -194,17 +194,13 @@ def _correlate(gradient: Tensor, weight: Tensor, module: nn.modules.conv._ConvNd
 
 
 def _differentiated(args: tuple[Tensor, ...]) -> bool:
-    """Return whether a module is differentiated, and by nothing but autograd."""
-    return len(args) == 1 and args[0].requires_grad and not _is_checkpointed()
+    """Return whether a module is differentiated, outside of ``torch.utils.checkpoint``.
 
-
-def _is_checkpointed() -> bool:
-    """Return whether what is saved for the backward pass is to be computed again there.
-
-    ``torch.utils.checkpoint`` replaces saved tensors one by one, in the order of the operations,
-    and does not know what shortcuts keep beside them.
+    That replaces saved tensors one by one, in the order of the operations, and does not know what
+    shortcuts keep beside them.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    replaced = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return len(args) == 1 and args[0].requires_grad and not replaced
 
 
 def _convolution(
