@@ -8,8 +8,8 @@ how a data set is split into batches does not either, for a model that draws in 
 holds for processes that share out the rows of a batch: each draws for all of them, and takes its
 own.
 
-Functions that draw take the number of dimensions ``k`` and a tensor ``like`` whose dtype and
-device the draws get.
+Functions that draw take the number of dimensions ``k`` and a tensor ``like`` whose dtype, or single
+precision instead of half, and device the draws get.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
+
+from laplace_invariance.precision import at_least_single
 
 __all__ = [
     "Share",
@@ -298,7 +300,8 @@ def uniform(
 ) -> Tensor:
     """Return independent uniform draws from ``[low, high)``."""
     device = like.device if generator is None else generator.device
-    draws = torch.rand(shape, generator=generator, device=device, dtype=like.dtype)
+    dtype = at_least_single(like.dtype)
+    draws = torch.rand(shape, generator=generator, device=device, dtype=dtype)
     return ((high - low) * draws + low).to(like.device, non_blocking=True)
 
 
@@ -345,7 +348,8 @@ def fixed_cube(n_samples: int, dimensions: int, like: Tensor) -> Tensor:
     seeded = torch.Generator().manual_seed(SOBOL_SEED)
     shift = torch.randint(n_samples, (1, 1, dimensions), generator=seeded)
     shift = shift.to(like.device, non_blocking=True)
-    return 2 * (_exchanged(n_samples, shift).to(like.dtype) + 0.5) / n_samples - 1
+    parts = _exchanged(n_samples, shift).to(at_least_single(like.dtype))
+    return 2 * (parts + 0.5) / n_samples - 1
 
 
 def grid_cube(n_samples: int, dimensions: int, active: Sequence[int], like: Tensor) -> Tensor:
@@ -353,7 +357,8 @@ def grid_cube(n_samples: int, dimensions: int, active: Sequence[int], like: Tens
 
     Draws are zero along dimensions that are not ``active``.
     """
-    draws = like.new_zeros(1, n_samples, dimensions)
+    dtype = at_least_single(like.dtype)
+    draws = like.new_zeros(1, n_samples, dimensions, dtype=dtype)
     if not active:
         return draws
     side = n_samples if len(active) == 1 else math.isqrt(n_samples)

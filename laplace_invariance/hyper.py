@@ -11,7 +11,7 @@ differentiates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -36,6 +36,7 @@ __all__ = [
     "learning",
     "named_hyperparameters",
     "original_of",
+    "with_values",
 ]
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,24 @@ def differentiable() -> Iterator[None]:
         yield
     finally:
         _differentiable.reset(token)
+
+
+@contextmanager
+def with_values(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Let hyperparameters have other values inside the context.
+
+    Args:
+        tensors: Hyperparameters, whose graph does not notice.
+        values: A tensor for each, of its shape.
+    """
+    before = [tensor.data for tensor in tensors]
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data = value
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.data = value
 
 
 class Hyperparameterised(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import Augmentation, check_n_samples
 from laplace_invariance.draws import are_fixed, generator_of_draws, taped
+from laplace_invariance.precision import at_least_single, without_autocast
 
 __all__ = ["LEVELS", "InvariantModel", "Levels", "SampleMean", "averaging_over"]
 
@@ -28,11 +29,13 @@ class SampleMean(nn.Module):
     It is a module so that engines of curvature see the batch pass through it.
     """
 
+    @without_autocast()
     def forward(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of ``outputs`` ``[n * S, ...]`` with ``weights`` ``[S]``."""
+        dtype = at_least_single(outputs.dtype)
         samples = outputs.unflatten(0, (-1, len(weights)))
-        mean = weights.to(outputs.dtype) @ samples.flatten(2)
-        return mean.view(len(samples), *outputs.shape[1:])
+        mean = weights.to(dtype) @ samples.flatten(2).to(dtype)
+        return mean.view(len(samples), *outputs.shape[1:]).to(outputs.dtype)
 
 
 class InvariantModel(nn.Module):
@@ -122,7 +125,8 @@ class InvariantModel(nn.Module):
         """
         inputs = self.inputs(x) if isinstance(x, Mapping) else x
         weights = self.augmentation.weights(draws.shape[1])[part]
-        samples = self.augmentation.transform(inputs, draws[:, part]).flatten(0, 1)
+        with without_autocast():
+            samples = self.augmentation.transform(inputs, draws[:, part]).flatten(0, 1)
         if isinstance(x, Mapping):
             samples = self._repeated(x, samples, len(weights))
         token = LEVELS.set((*LEVELS.get(), (len(inputs), weights)))

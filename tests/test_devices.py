@@ -393,6 +393,22 @@ def test_changed_weights_are_found_out_on_the_device(device, changed_before):
             first.backward()
 
 
+@pytest.mark.parametrize("changed_before", ["all batches", "the last batch"])
+def test_changed_inputs_are_found_out_on_the_device(device, changed_before):
+    model = moved(device, averaged())
+    x, y = device.put(torch.rand(IMAGES)), device.put(labels("classification"))
+    backend = AugmentedGGN(model, "classification")
+    first, _ = backend.diag(x, y)
+    x.mul_(2)
+    if changed_before == "the last batch":  # as by a loader that fills one buffer again
+        last, _ = backend.diag(x, y)
+        (first + last).backward()
+        assert on_cpu(model.augmentation.eta.grad).isnan().all()
+    else:
+        with pytest.raises(RuntimeError, match="inputs changed"):
+            first.backward()
+
+
 def test_gradients_do_not_depend_on_the_thread():
     # where there is a GPU, backward passes run in threads of their own, with contexts of their own
     model, y = averaged(), labels("classification")

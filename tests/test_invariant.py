@@ -186,3 +186,20 @@ def test_a_key_that_is_not_there_is_named():
     model = li.InvariantModel(OfMapping(), li.AffineImage(), n_samples=2)
     with pytest.raises(KeyError, match="inputs have no 'input_ids', only 'pixel_values', 'mask'"):
         model(mapping())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_rounds_outputs_only(dtype):
+    class Moment(nn.Module):  # exact for half precision, unlike products of matrices
+        def forward(self, x):
+            return x.double().square().to(x.dtype)
+
+    group = li.InvariantModel(Moment(), li.FiniteGroup("all", init=0.3)).to(dtype)
+    x = torch.rand(3, 1, 5, 5).to(dtype)
+    expected = group.double()(x.double())
+    outputs = group.to(dtype)(x)
+    assert outputs.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(outputs.double(), expected, rtol=eps, atol=0)
+    with torch.autocast("cpu", dtype):
+        torch.testing.assert_close(group.float()(x.float()).double(), expected)

@@ -21,6 +21,7 @@ from laplace_invariance.augmentations.base import (
     as_factor,
     in_degrees,
 )
+from laplace_invariance.precision import single, without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -108,9 +109,12 @@ class LieGroup(BoxAugmentation):
         """Return the transformation matrices ``[..., d, d]`` of draws ``[..., k]``."""
         return self.exponential(self.coefficients(draws))
 
+    @without_autocast()
     def exponential(self, coefficients: Tensor) -> Tensor:
         """Return ``expm(sum_i c_i G_i)``, ``[..., d, d]``, for coefficients ``[..., k]``."""
-        algebra = torch.einsum("...k,kij->...ij", coefficients, self.generators)
+        coefficients = single(coefficients)
+        generators = self.generators.to(coefficients.dtype)
+        algebra = torch.einsum("...k,kij->...ij", coefficients, generators)
         return matrix_exponential(algebra)
 
 
@@ -205,6 +209,11 @@ class AffinePoints(LieGroup):
             raise ValueError(
                 f"AffinePoints(dimensions={d}) transforms [n, {d}] or [n, points, {d}], "
                 f"got shape {list(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(
+                f"AffinePoints needs floating-point coordinates, got {x.dtype}; "
+                "convert them with x.float()"
             )
         matrices = self.exponential(coefficients).to(x.dtype)
         linear, translations = matrices[..., :d, :d], matrices[..., None, :d, d]

@@ -20,6 +20,7 @@ from laplace_invariance.draws import (
     taped,
 )
 from laplace_invariance.hyper import Hyperparameterised, hyperparameters
+from laplace_invariance.precision import HALF, at_least_single, single, without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +113,7 @@ class Augmentation(Hyperparameterised):
         buffers = list(self.buffers())
         # an integer, such as a counter, has no fractions
         real = [buffer for buffer in buffers if buffer.is_floating_point()]
-        dtype = real[0].dtype if real else torch.get_default_dtype()
+        dtype = at_least_single(real[0].dtype) if real else torch.get_default_dtype()
         device = (real or buffers or [torch.empty(())])[0].device
         return torch.full((n_samples,), 1 / n_samples, dtype=dtype, device=device)
 
@@ -190,7 +191,8 @@ class Augmentation(Hyperparameterised):
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform each input of ``x`` ``[n, ...]`` once, by a fresh draw."""
         draws = taped(self.draw_one, len(x), generator_of_draws(generator))
-        return self.transform(x, draws).squeeze(1)
+        with without_autocast():
+            return self.transform(x, draws).squeeze(1)
 
     def frozen(self) -> Self:
         """Return a copy that has nothing to learn and does not change when this one learns."""
@@ -346,7 +348,8 @@ class BoxAugmentation(Augmentation):
 
     def _bounds(self) -> Tensor:
         """Return the bounds ``[k]`` of the constraint ``"tanh"``: the limits, or 1."""
-        return torch.where(torch.isfinite(self.limits), self.limits, torch.ones_like(self.limits))
+        limits = single(self.limits)
+        return torch.where(torch.isfinite(limits), limits, torch.ones_like(limits))
 
     def _unconstrained(self, widths: Tensor) -> Tensor:
         """Return the ``eta`` of given :meth:`half_widths`; only what is learnt is constrained."""
@@ -366,11 +369,11 @@ class BoxAugmentation(Augmentation):
         return torch.where(self.learnt_mask > 0, eta, widths)
 
     def half_widths(self) -> Tensor:
-        """Return the constrained ``eta``, ``[k]``.
+        """Return the constrained ``eta``, ``[k]``, in single precision or better.
 
         It is differentiable inside :func:`~laplace_invariance.hyper.differentiable`, where learnt.
         """
-        eta = widths = self.hyperparameter("eta")
+        eta = widths = single(self.hyperparameter("eta"))
         if self.constraint == "softplus":
             widths = F.softplus(eta)
         elif self.constraint == "tanh":
@@ -378,14 +381,16 @@ class BoxAugmentation(Augmentation):
             widths = bounds * torch.tanh(eta / bounds)
         return torch.where(self.learnt_mask > 0, widths, eta.detach())
 
+    @without_autocast()
     def coefficients(self, draws: Tensor) -> Tensor:
         """Return the coefficients ``L e`` ``[..., k]`` of draws ``e`` ``[..., k]``."""
         widths = self.half_widths()
+        draws = draws.to(widths)
         if not self.correlated:
             return draws * widths
         learnt = self.learnt_mask
-        mixing = torch.tril(self.hyperparameter("mixing"), -1) * torch.outer(learnt, learnt)
-        return draws @ (torch.diag(widths) + mixing).mT
+        mixing = torch.tril(single(self.hyperparameter("mixing")), -1)
+        return draws @ (torch.diag(widths) + mixing * torch.outer(learnt, learnt)).mT
 
     def sample(self, n: int, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Return fresh draws ``[n, n_samples, k]``, or the fixed ones ``[1, ...]`` of a grid."""
@@ -404,7 +409,9 @@ class BoxAugmentation(Augmentation):
     def transform(self, x: Tensor, draws: Tensor) -> Tensor:
         """Transform ``x`` ``[n, ...]`` by given ``draws`` ``[n or 1, n_samples, k]``."""
         check_draws(draws, len(x), (len(self.names),), self)
-        return self.transform_by(x, self.coefficients(draws.to(self.eta)))
+        with without_autocast():
+            samples = self.transform_by(single(x), self.coefficients(draws))
+        return samples.to(x.dtype) if x.dtype in HALF else samples
 
     def transform_by(self, x: Tensor, coefficients: Tensor) -> Tensor:
         """Transform ``x`` ``[n, ...]`` by given ``coefficients`` ``[n or 1, n_samples, k]``.
@@ -489,7 +496,7 @@ class BoxAugmentation(Augmentation):
             return
         (i,) = self._indices(name)
         width = self._possible_width(i, width)
-        wanted = torch.zeros_like(self.eta)
+        wanted = torch.zeros_like(self.half_widths())
         wanted[i] = width
         if before:
             wanted[i] = self.half_widths()[i] * (width / before)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace_invariance.augmentations.base import Augmentation, Openings, Shape, check_draws
 from laplace_invariance.draws import generator_of_draws
+from laplace_invariance.precision import single
 
 __all__ = ["FiniteGroup"]
 
@@ -83,7 +84,7 @@ class FiniteGroup(Augmentation):
             raise ValueError(
                 f"FiniteGroup has {len(self.names)} elements, so as many samples, got {n_samples}"
             )
-        eta = self.hyperparameter("eta")
+        eta = single(self.hyperparameter("eta"))
         weights = torch.cat([torch.ones_like(eta[:1]), eta])
         return weights / weights.sum()
 

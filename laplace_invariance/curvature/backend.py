@@ -28,6 +28,8 @@ from laplace_invariance.curvature.trace.guards import check_loader_of_fit
 from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import Share, fixed_draws, sharing
 from laplace_invariance.hyper import differentiable
+from laplace_invariance.modes import as_written
+from laplace_invariance.precision import check_precision, single
 
 __all__ = ["AugmentedCurvature", "check_count"]
 
@@ -136,8 +138,8 @@ class AugmentedCurvature(CurvatureInterface):
             graph, or an empty list; and the gradient of each hyperparameter of the model that
             requires grad.
         """
-        parts, terms, matched = self._parts(structure, x, y, N)
-        with torch.enable_grad(), differentiable():
+        with as_written(), torch.enable_grad(), differentiable():
+            parts, terms, matched = self._parts(structure, single(x), single(y), N)
             return chunks.differentiate_over(parts, terms, cotangents, matched, values)
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
@@ -147,9 +149,10 @@ class AugmentedCurvature(CurvatureInterface):
             x: Inputs ``[batch, ...]``; the draws of their samples are the fixed ones.
             enable_backprop: Whether the results can be differentiated with respect to ``x``.
         """
-        matched = self._prepare(x)
+        x = single(x)
         jacobians, outputs = [], []
-        with torch.enable_grad(), fixed_draws():
+        with as_written(), torch.enable_grad(), fixed_draws():
+            matched = self._prepare(x)
             for chunk in self._split(x, matched, explicit=True):
                 run = self._trace(chunk.x, matched)
                 if enable_backprop:
@@ -174,9 +177,10 @@ class AugmentedCurvature(CurvatureInterface):
 
         The draws of samples are fresh.
         """
-        matched = self._prepare(x)
+        x, y = single(x), single(y)
         gradients, losses = [], []
-        with torch.enable_grad():
+        with as_written(), torch.enable_grad():
+            matched = self._prepare(x)
             for chunk in self._split(x, matched, explicit=True):
                 targets = y[chunk.rows]
                 with chunk.draws(), self._trace(chunk.x, matched) as trace:
@@ -188,12 +192,13 @@ class AugmentedCurvature(CurvatureInterface):
     # A batch: what is matched, how it is split, and the sum over its parts.
 
     def _prepare(self, x: Any) -> Match:
-        """Check the inputs, and match parameters with layers on the first of them."""
+        """Check model and inputs, and match parameters with layers on the first of them."""
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "curvature needs gradients, which torch.inference_mode() switches off for good; "
                 "leave it, or use torch.no_grad() instead"
             )
+        check_precision(self.model)
         matched = self._last_match
         chunks.check_finite(x, first=matched is None)
         # one input does not show whether the first axis is that of the batch
@@ -232,9 +237,10 @@ class AugmentedCurvature(CurvatureInterface):
     def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
         check_loader_of_fit()
-        x, y = chunks.kept(x, y, self.model)
+        x, y, shared = chunks.kept(single(x), single(y), self.model)
         copied = self.last_layer and isinstance(self.model, FeatureExtractor)
-        return chunks.sum_over(*self._parts(structure, x, y, N), copied)
+        with as_written():
+            return chunks.sum_over(*self._parts(structure, x, y, N), copied, shared)
 
     def _parts(
         self, structure: str, x: Any, y: Tensor, N: int

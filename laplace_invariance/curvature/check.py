@@ -21,7 +21,8 @@ from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
 from laplace_invariance.curvature.trace.matching import Coverage, coverage, match
 from laplace_invariance.hyper import named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.modes import evaluation
+from laplace_invariance.modes import as_written, evaluation
+from laplace_invariance.precision import check_precision, single
 from laplace_invariance.tables import table
 
 __all__ = ["ModelReport", "check_model"]
@@ -97,7 +98,8 @@ def check_model(
             compute wrongly without saying so.
 
     Raises:
-        TypeError: ``backend`` is not a class of curvature backends, or ``example`` is one.
+        TypeError: ``backend`` is not a class of curvature backends, ``example`` is one, or weights
+            are in half precision.
     """
     if isinstance(example, type):
         raise TypeError(f"example must be inputs of the model; pass backend={example.__name__}")
@@ -105,11 +107,12 @@ def check_model(
         raise TypeError(
             f"backend must be a class of curvature backends, such as AugmentedGGN; got {backend!r}"
         )
-    with evaluation(model):
+    check_precision(model)
+    with evaluation(model), as_written():
         rows = coverage(model)
         if example is not None:
             parameters = [row.parameter for row in rows]
-            rows = list(match(model, parameters, model, _at_most_two(example)).coverage)
+            rows = list(match(model, parameters, model, _at_most_two(single(example))).coverage)
     if issubclass(backend, AugmentedGGN | AugmentedEF):
         return ModelReport(rows, [])
     return ModelReport([_as_seen_by(backend, row) for row in rows], _objections(backend, model))

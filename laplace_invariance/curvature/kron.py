@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from laplace_invariance.curvature import eigen, kfac
+from laplace_invariance.precision import without_autocast
 
 __all__ = ["DifferentiableKron", "DifferentiableKronDecomposed", "load_state_dict"]
 
@@ -63,6 +64,7 @@ class DifferentiableKron(Kron):
 
     __rmul__ = __mul__
 
+    @without_autocast()
     def decompose(self, damping: bool = False) -> DifferentiableKronDecomposed:
         """Decompose every factor once; the result keeps the factors, which carry the gradient."""
         if damping:
@@ -76,6 +78,7 @@ class DifferentiableKron(Kron):
         values, _ = _decomposed(self.kfacs, vectors=False)
         return DifferentiableKronDecomposed(None, values, [list(fs) for fs in self.kfacs])
 
+    @without_autocast()
     def _bmm(self, W: Tensor) -> Tensor:
         shapes = [_outer(diagonals).shape for diagonals in self._diagonals()]
         parts = W.flatten(0, 1).split([shape.numel() for shape in shapes], dim=1)
@@ -88,15 +91,18 @@ class DifferentiableKron(Kron):
     def _diagonals(self) -> list[list[Tensor]]:
         return [list(map(_diagonal, factors)) for factors in self.kfacs]
 
+    @without_autocast()
     def diag(self) -> Tensor:
         """Return the diagonal."""
         return torch.cat([_outer(diagonals).flatten() for diagonals in self._diagonals()])
 
+    @without_autocast()
     def to_matrix(self) -> Tensor:
         """Return the dense matrix; for tests and small models."""
         diagonal = self.diag()
         return self._bmm(_identity(len(diagonal), diagonal).unsqueeze(0))[0]
 
+    @without_autocast()
     def logdet(self) -> Tensor:
         """Return the log determinant."""
         return self.decompose().logdet()
@@ -158,6 +164,7 @@ class _LogDet(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast()
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         scale, products, spectrum = ctx.saved_tensors
         inverse = cotangent / spectrum
@@ -293,6 +300,7 @@ class DifferentiableKronDecomposed(KronDecomposed):
 
     __rmul__ = __mul__
 
+    @without_autocast()
     def logdet(self) -> Tensor:
         """Return ``sum_l log det(s G_l (x) A_l + d_l I)``."""
         total = torch.zeros_like(self.scale)
@@ -313,6 +321,7 @@ class DifferentiableKronDecomposed(KronDecomposed):
         pairs = zip(self.curvature_spectra(), self.deltas.expand(len(self)), strict=True)
         return [torch.pow(spectrum + delta, exponent) for spectrum, delta in pairs]
 
+    @without_autocast()
     def _bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         spectra = self.spectra(exponent)
         parts = W.flatten(0, 1).split([spectrum.numel() for spectrum in spectra], dim=1)
@@ -323,6 +332,7 @@ class DifferentiableKronDecomposed(KronDecomposed):
             products.append(_rotate(rotated, vectors).flatten(1))
         return torch.cat(products, dim=1).view_as(W)
 
+    @without_autocast()
     def diag(self, exponent: float = 1) -> Tensor:
         """Return the diagonal of the matrix to the power ``exponent``."""
         diagonals = []
@@ -331,6 +341,7 @@ class DifferentiableKronDecomposed(KronDecomposed):
             diagonals.append(_rotate(spectrum.unsqueeze(0), squares).flatten())
         return torch.cat(diagonals)
 
+    @without_autocast()
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """Return the dense matrix to the power ``exponent``; for tests and small models."""
         total = sum(spectrum.numel() for spectrum in self.spectra())

@@ -40,7 +40,8 @@ from laplace_invariance.curvature.rules import ElementwiseBlock
 from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.hyper import differentiable
-from laplace_invariance.modes import evaluation
+from laplace_invariance.modes import as_written, evaluation
+from laplace_invariance.precision import single
 
 __all__ = ["KINDS", "BoundEstimate", "TangentKernelBound", "tangent_kernel"]
 
@@ -225,7 +226,8 @@ class TangentKernelBound:
             The terms without graph, the gradients of the first one in the given tensors and in
             hyperparameters, zero where there is none, and these hyperparameters.
         """
-        with evaluation(self.model), torch.enable_grad(), differentiable():
+        x = single(x)
+        with as_written(), evaluation(self.model), torch.enable_grad(), differentiable():
             matched = self._backend._prepare(x)
             if matched.objection is not None:
                 raise NotImplementedError(f"tangent kernels need rules; {matched.objection}")

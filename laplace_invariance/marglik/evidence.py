@@ -27,6 +27,7 @@ from laplace_invariance.marglik.settings import (
     Settings,
 )
 from laplace_invariance.modes import evaluation
+from laplace_invariance.precision import without_autocast
 
 __all__ = ["log_evidence", "settings_of_evidence"]
 
@@ -58,7 +59,7 @@ def log_evidence(
         Log evidence of all data; minus infinity if the curvature is not finite.
     """
     settings = settings_of_evidence(loader, likelihood, **options)
-    with constant(learnt_hyperparameters(model)), evaluation(model):
+    with without_autocast(), constant(learnt_hyperparameters(model)), evaluation(model):
         trainer = Trainer(model, settings)
         trainer.estimator.rehearse()
         with averaging_over(model, lambda present: n_samples or present):

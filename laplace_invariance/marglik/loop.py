@@ -22,6 +22,7 @@ from laplace_invariance.marglik.priors import Priors, last_layer_of
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.settings import Record, Settings
 from laplace_invariance.marglik.targets import check_labels
+from laplace_invariance.precision import check_precision, with_autocast, without_autocast
 
 __all__ = ["Trainer"]
 
@@ -50,6 +51,7 @@ class Trainer:
 
     Raises:
         RuntimeError: If gradients are switched off.
+        TypeError: If weights are in half precision.
         ValueError: If nothing can be trained, or a hyperparameter is not finite.
     """
 
@@ -60,6 +62,7 @@ class Trainer:
         self._weights = [p for p in model.parameters() if p.requires_grad]
         if not self._weights:
             raise ValueError("the model has no parameter that requires grad")
+        check_precision(model)
         self.hyperparameters = Hyperparameters(model, settings.hyperparameters.first_rate)
         is_regression = settings.evidence.is_regression
         temperature = settings.evidence.temperature
@@ -230,7 +233,8 @@ class Trainer:
         all others. Loss, gradients and changes of statistics are summed over ranks.
         """
         weight = share.n_counted / share.n
-        loss = weight * self._objective.training_loss(self.model, self._criterion, x, y)
+        with without_autocast(), with_autocast():  # so that torch keeps no converted weights
+            loss = weight * self._objective.training_loss(self.model, self._criterion, x, y)
         loss = loss + self.priors.penalty(self.settings.data.n_data) / share.size
         loss.backward()
         loss = loss.detach()

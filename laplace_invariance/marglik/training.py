@@ -43,6 +43,7 @@ from laplace_invariance.marglik.targets import (
     known_targets,
     targets_of,
 )
+from laplace_invariance.precision import without_autocast
 
 __all__ = ["Result", "marglik_training"]
 
@@ -169,7 +170,8 @@ def marglik_training(
     and from what depends on the ``estimator``. Whenever the evidence is estimated, prior precisions
     and noise go to their optimum on that decomposition of the curvature, or take ``n_hypersteps``
     towards it, as in laplace, with ``Refit``. A step whose
-    objective or gradient is not finite is skipped, counted and logged.
+    objective or gradient is not finite is skipped, counted and logged. Inside of ``torch.autocast``
+    the training loss is computed with it, and everything else without.
 
     Args:
         model: Network with outputs ``[batch, outputs]``, such as an ``InvariantModel``.
@@ -295,21 +297,22 @@ def marglik_training(
     )
     for message in settings.without_effect():
         warnings.warn(message, stacklevel=2)
-    trainer = Trainer(model, settings)
-    chosen_search = settings.hyperparameters.search
-    if chosen_search is not None:  # fail before anything is written if there is nothing to search
-        space_of(model, settings)
-        with torch.random.fork_rng(devices=[]):
-            check_targets(targets_of(settings.data))
-    _check_data(settings)
-    trainer.estimator.rehearse()
-    loaders.append(settings.data.evidence_loader)
-    random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
-    with Journal(trainer, random_states, settings.output, ranks) as journal:
-        if chosen_search is not None and trainer.search["result"] is None:
-            _search(chosen_search, trainer, random_states, journal)
-        trainer.train(journal, random_states)
-    return _finite_result(trainer)
+    with without_autocast():
+        trainer = Trainer(model, settings)
+        chosen_search = settings.hyperparameters.search
+        if chosen_search is not None:  # fail before anything is written
+            space_of(model, settings)
+            with torch.random.fork_rng(devices=[]):
+                check_targets(targets_of(settings.data))
+        _check_data(settings)
+        trainer.estimator.rehearse()
+        loaders.append(settings.data.evidence_loader)
+        random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
+        with Journal(trainer, random_states, settings.output, ranks) as journal:
+            if chosen_search is not None and trainer.search["result"] is None:
+                _search(chosen_search, trainer, random_states, journal)
+            trainer.train(journal, random_states)
+        return _finite_result(trainer)
 
 
 def _check_data(settings: Settings) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from twins import central_differences, relative_error
 
-from laplace_invariance import named_hyperparameters
+from laplace_invariance import hyperparameters, named_hyperparameters
 from laplace_invariance.augmentations import (
     AffineImage,
     AffinePoints,
@@ -131,6 +131,54 @@ def test_follows_the_dtype_of_the_input(make, shape):
         samples, augmentation.transform(x.double(), draws).float(), rtol=1e-4, atol=1e-4
     )
     assert augmentation.float()(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("correlated", [False, True], ids=["", "correlated"])
+@every_augmentation
+def test_half_precision_rounds_inputs_ranges_and_samples_only(make, shape, correlated, dtype):
+    augmentation = make(init=1.5, correlated=correlated).to(dtype)
+    x = torch.rand(shape).to(dtype)
+    draws = augmentation.sample(len(x), SAMPLES)
+    assert draws.dtype == torch.float32
+    with differentiable():
+        samples = augmentation.transform(x, draws)
+    weights = torch.randn_like(samples)
+    tensors = list(hyperparameters(augmentation))
+    gradients = torch.autograd.grad(samples, tensors, weights)
+    samples = samples.detach()
+    twin = augmentation.double()
+    with differentiable():
+        expected = twin.transform(x.double(), draws.double())
+    slopes = torch.autograd.grad(expected, tensors, weights.double())
+    assert samples.dtype == dtype
+    assert relative_error(samples.double(), expected.detach()) < torch.finfo(dtype).eps
+    for gradient, slope in zip(gradients, slopes, strict=True):
+        assert relative_error(gradient.double(), slope) < 3 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_augmentation
+def test_autocast_changes_nothing(make, shape, dtype):
+    augmentation, x = make(correlated=True).float(), torch.rand(shape).float()
+    draws = augmentation.sample(len(x), SAMPLES)
+    expected = augmentation.transform(x, draws)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(augmentation.transform(x, draws), expected)
+        with replaying([draws[:, :1].expand(len(x), -1, -1)]):
+            torch.testing.assert_close(augmentation(x), expected[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_elements_are_not_rounded(dtype):
+    group = FiniteGroup("all", init=0.3).to(dtype)
+    expected = group.double().weights(6)
+    torch.testing.assert_close(group.to(dtype).weights(6).double(), expected)
+
+
+def test_integers_are_no_coordinates():
+    with pytest.raises(TypeError, match="floating-point coordinates"):
+        AffinePoints().transform(torch.ones(3, 2, dtype=torch.long), torch.zeros(1, 1, 6))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.engines import Engine
@@ -20,8 +21,9 @@ from laplace_invariance.curvature.trace.keep import keep, keep_batch, trim
 from laplace_invariance.curvature.trace.matching import Match
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.draws import Tape
-from laplace_invariance.hyper import hyperparameters, original_of
+from laplace_invariance.hyper import hyperparameters, original_of, with_values
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.modes import as_written, in_modes, modes_of
 
 __all__ = [
     "AnyTrace",
@@ -114,6 +116,7 @@ def sum_over(
     terms: Callable[[Chunk, bool], list[Tensor]],
     match: Match,
     copied: bool = False,
+    inputs: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """Sum terms over the chunks of a batch, as one node of the graph that recomputes them.
 
@@ -126,16 +129,20 @@ def sum_over(
         match: Layers and parameters of the model.
         copied: Whether the model is laplace's copy of that of the user, whose hyperparameters
             then get the gradient of those of the copy, too.
+        inputs: What the chunks have of tensors that others may change.
 
     Returns:
         The sums, differentiable with respect to the hyperparameters of the model.
 
     Raises:
-        RuntimeError: In the backward pass, if the weights are no longer those of the forward pass.
+        RuntimeError: In the backward pass, if weights, buffers or inputs are no longer those of the
+            forward pass. Hyperparameters and modes of modules are put back for it.
     """
     hyper = match.hyperparameters()
     users = _originals(match, hyper) if copied else {}
-    weights = match.guards.weights() if hyper else None
+    before = match.guards.fingerprints(inputs) if hyper else None
+    values = [tensor.detach().clone() for tensor in hyper]
+    modes = modes_of(match.model)
     walks = match.guards.walks()
     n_walks = n_pulled = 0
 
@@ -155,11 +162,12 @@ def sum_over(
         nonlocal n_walks, n_pulled
         n_walks = walks.count(n_walks, [*hyper, *users.values()])
         n_pulled += 1
-        assert weights is not None
-        factor = match.guards.check_weights(weights, first=n_pulled > walks.latest)
+        assert before is not None
+        factor = match.guards.check(before, inputs, first=n_pulled > walks.latest)
         walks.latest = max(walks.latest, n_pulled)
         trim()
-        _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
+        with as_written(), in_modes(modes), with_values(hyper, values):
+            _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
         if factor is not None:
             gradients = [factor * gradient for gradient in gradients]
         theirs = [gradients[i].to(tensor, copy=True) for i, tensor in users.items()]
@@ -168,13 +176,24 @@ def sum_over(
     return recomputed(evaluate, pull_back, [*hyper, *users.values()])
 
 
-def kept(x: Any, y: Tensor, model: nn.Module) -> tuple[Any, Tensor]:
-    """Return inputs and targets, outside of the heap if a backward pass may need them."""
+def kept(x: Any, y: Tensor, model: nn.Module) -> tuple[Any, Tensor, list[Tensor]]:
+    """Return inputs and targets, outside of the heap if a backward pass may need them.
+
+    And those of their tensors that could not be copied, which others may change.
+    """
     learnt = any(tensor.requires_grad for tensor in hyperparameters(model))
-    if learnt and torch.is_grad_enabled():
-        trim()
-        return keep_batch(x, y)
-    return x, y
+    if not learnt or not torch.is_grad_enabled():
+        return x, y, []
+    trim()
+    before = {id(tensor) for tensor in _tensors_of(x, y)}
+    x, y = keep_batch(x, y)
+    return x, y, [tensor for tensor in _tensors_of(x, y) if id(tensor) in before]
+
+
+def _tensors_of(x: Any, y: Tensor) -> list[Tensor]:
+    """Return all tensors of inputs, also of lists in a mapping, and of targets."""
+    values = dict(x.items()) if isinstance(x, MutableMapping) else x
+    return [leaf for leaf in tree_leaves([values, y]) if isinstance(leaf, Tensor)]
 
 
 def _originals(match: Match, hyper: Sequence[Tensor]) -> dict[int, Tensor]:

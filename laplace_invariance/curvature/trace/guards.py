@@ -1,4 +1,4 @@
-"""What guards a fit: all data in its loader, the same weights, and few walks back through it."""
+"""What guards a fit: all data in its loader, nothing changed since, few walks back through it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from laplace_invariance.hyper import being_learnt
+from laplace_invariance.hyper import being_learnt, hyperparameters
 
 __all__ = ["MANY_WALKS", "Guards", "Walks", "check_loader_of_fit"]
 
 MOST_CALLS = 8  # from a backend up to laplace's fit
+GUARDED = {
+    "weights": "fit again",
+    "buffers (such as statistics of batch normalisation)": "fit again",
+    "inputs": "let the loader yield a tensor of its own for every batch, as by x.clone()",
+}
+BLOCK = 2**18  # numbers that are looked at together
+MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # large and odd
 MANY_WALKS = 4  # backward passes through one fit, from which on they seem to be a mistake
 
 
@@ -23,47 +30,57 @@ class Guards:
     """Guards of all fits of one backend.
 
     Args:
-        parameters: Parameters whose values a fit depends on.
+        model: Model whose parameters and buffers a fit depends on. Learnt hyperparameters are not
+            looked at: a fit keeps their values.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._walks = Walks()
 
-    def weights(self) -> Tensor:
-        """Return numbers that show whether the weights are the same, their signs and order too."""
-        sums = []
-        for parameter in self._parameters:
-            values = parameter.detach().flatten()
-            sums += [values.abs().sum(), values.sum(), values[: len(values) // 2].sum()]
-        return torch.stack(sums)
+    def fingerprints(self, inputs: Sequence[Tensor] = ()) -> Tensor:
+        """Return a number each for weights, buffers and inputs, which changes with any of them.
 
-    def check_weights(self, before: Tensor, first: bool = True) -> Tensor | None:
-        """Raise unless the weights are those of which :meth:`weights` returned ``before``.
+        Args:
+            inputs: Inputs and targets that others may change.
+        """
+        learnt = {id(tensor) for tensor in hyperparameters(self._model) if tensor.requires_grad}
+        buffers = [tensor for tensor in self._model.buffers() if id(tensor) not in learnt]
+        # counters may change with every pass
+        statistics = [tensor for tensor in buffers if tensor.is_floating_point()]
+        groups = (list(self._model.parameters()), statistics, inputs)
+        device = groups[0][0].device
+        return torch.stack([_fingerprint(group, device) for group in groups])
+
+    def check(
+        self, before: Tensor, inputs: Sequence[Tensor] = (), first: bool = True
+    ) -> Tensor | None:
+        """Raise unless everything is as it was when :meth:`fingerprints` returned ``before``.
 
         Predictions of laplace put other weights in and these back, so values decide. On a GPU, to
         look at them is to wait, which is done for the first batch of a backward pass only.
 
         Args:
-            before: What :meth:`weights` returned.
+            before: What :meth:`fingerprints` returned.
+            inputs: The same tensors as then.
             first: Whether this is the first batch of a backward pass.
 
         Returns:
-            For other batches on a GPU, a factor of their gradients: one, or NaN if the weights
+            For other batches on a GPU, a factor of their gradients: one, or NaN if something
             changed.
 
         Raises:
-            RuntimeError: The weights changed.
+            RuntimeError: Something changed.
         """
-        now = self.weights()
-        same = ((now - before).abs() <= 1e-6 * before.abs().max() + 1e-5 * before.abs()).all()
+        same = self.fingerprints(inputs) == before
         if not first and same.device.type != "cpu":
-            return before.new_ones(()).where(same, math.nan)
-        if not same:
-            raise RuntimeError(
-                "the weights changed after fit(), so its evidence has no gradient any more; "
-                "fit again"
-            )
+            return torch.ones((), device=same.device).where(same.all(), math.nan)
+        for name, is_same in zip(GUARDED, same.tolist(), strict=True):
+            if not is_same:
+                raise RuntimeError(
+                    f"the {name} changed after fit(), so its evidence has no gradient any more; "
+                    f"{GUARDED[name]}"
+                )
         return None
 
     def walks(self) -> Walks:
@@ -71,6 +88,36 @@ class Guards:
         if self._walks.begun:
             self._walks = Walks()
         return self._walks
+
+
+def _fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a number that depends on all bits of tensors, and on the place of each.
+
+    Sums of integers do not depend on their order, so that it is the same to the last digit.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        bits = _bits(tensor)
+        factors = _factors(min(len(bits), BLOCK), bits.device)
+        for part in bits.split(BLOCK):
+            own = (part * factors[: len(part)]).sum().to(device, non_blocking=True)
+            total = total * MIXING[0] + own
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as small integers, or, if it has none, the number of changes."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return torch.tensor([tensor._version])
+    integers = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
+    return tensor.detach().reshape(-1).contiguous().view(integers)
+
+
+def _factors(n: int, device: torch.device) -> Tensor:
+    """Return ``n`` integers without a pattern, modulo 2^64."""
+    mixed = torch.arange(1, n + 1, device=device) * MIXING[0]
+    mixed = (mixed ^ (mixed >> 29)) * MIXING[1]
+    return mixed ^ (mixed >> 32)
 
 
 class Walks:

@@ -23,6 +23,7 @@ from laplace_invariance.curvature.trace.guards import Guards
 from laplace_invariance.draws import fixed_draws
 from laplace_invariance.hyper import hyperparameters, named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.precision import HALF
 
 __all__ = ["Coverage", "Match", "Owner", "coverage", "match"]
 
@@ -143,7 +144,7 @@ class Match:
         n_inputs: Number of inputs that this was verified on.
         n_outputs: Number of outputs of the model.
         size: Number of elements of all captured layers' outputs, per input.
-        guards: Guards of the weights and of backward passes.
+        guards: Guards of what fits depend on, and of backward passes.
     """
 
     model: nn.Module
@@ -188,7 +189,8 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
 
     Raises:
         FloatingPointError: Outputs or gradients of the model are not finite.
-        ValueError: The model does not return ``[batch, outputs]``.
+        TypeError: The model computes in half precision by itself.
+        ValueError: The model does not return ``[batch, outputs]``, or a layer has no gradients.
     """
     entries = {entry.parameter: entry for entry in coverage(root)}
     covered = [entries[parameter] for parameter in parameters]
@@ -213,7 +215,7 @@ def match(root: nn.Module, parameters: Sequence[nn.Parameter], model: nn.Module,
         n_inputs=len(outputs),
         n_outputs=outputs.shape[-1],
         size=sum(call.output.numel() for call in calls) // len(outputs) + 1,
-        guards=Guards(parameters),
+        guards=Guards(model),
     )
 
 
@@ -289,6 +291,18 @@ def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Ca
             outputs = model(x)
     if outputs.ndim != 2:
         raise ValueError(f"the model must return [batch, outputs], got shape {list(outputs.shape)}")
+    if any(tensor.dtype in HALF for tensor in (outputs, *(call.output for call in calls))):
+        raise TypeError(
+            "the model computes in half precision by itself, which is too coarse for curvature; "
+            "take torch.autocast, half() and bfloat16() out of its forward(), and enable autocast "
+            "around it where it is trained"
+        )
+    if not all(call.output.requires_grad for call in calls):
+        raise ValueError(
+            "a layer ran without gradients, though its weights require them: call "
+            "torch.utils.checkpoint with use_reentrant=False, and freeze weights that are used "
+            "under torch.no_grad() by requires_grad_(False)"
+        )
     return outputs, calls
 
 

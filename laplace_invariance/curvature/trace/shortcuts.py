@@ -11,7 +11,8 @@ computes a gradient of convolution weights that nobody asked for. Inside :func:`
 - that of an activation is applied after max pooling, where this follows, to the maxima only;
 - a convolution is a linear map, whose adjoint is a linear map.
 
-Results are the same. What a model calls as a function, not as a module, is left to autograd.
+Results are the same. What a model calls as a function, not as a module, is left to autograd, and so
+is what it computes inside of ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
@@ -193,7 +194,13 @@ def _correlate(gradient: Tensor, weight: Tensor, module: nn.modules.conv._ConvNd
 
 
 def _differentiated(args: tuple[Tensor, ...]) -> bool:
-    return len(args) == 1 and args[0].requires_grad
+    """Return whether a module is differentiated, outside of ``torch.utils.checkpoint``.
+
+    That replaces saved tensors one by one, in the order of the operations, and does not know what
+    shortcuts keep beside them.
+    """
+    replaced = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return len(args) == 1 and args[0].requires_grad and not replaced
 
 
 def _convolution(

@@ -15,6 +15,7 @@ from laplace_invariance.marglik.profiles.known import KnownEvidences
 from laplace_invariance.marglik.profiles.results import Profile
 from laplace_invariance.marglik.profiles.retuning import Amounts, Retuning
 from laplace_invariance.marglik.randomness import RandomStates
+from laplace_invariance.precision import without_autocast
 
 __all__ = ["profile"]
 
@@ -100,6 +101,7 @@ def profile(
         random_states.load_state_dict(before)
 
 
+@without_autocast()
 def _profile(
     retuning: Retuning, points: tuple[float, ...], known: KnownEvidences, progress_bar: bool
 ) -> Profile:

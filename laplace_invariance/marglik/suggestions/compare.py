@@ -37,6 +37,7 @@ from laplace_invariance.marglik.suggestions.given import (
 from laplace_invariance.marglik.suggestions.known import KnownEvidences
 from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestions
 from laplace_invariance.marglik.targets import check_targets, targets_of
+from laplace_invariance.precision import without_autocast
 
 __all__ = ["suggest"]
 
@@ -161,6 +162,7 @@ class _Suggesting:
         self._random_states = RandomStates(model, [settings.data.train_loader])
         self._chance = -math.inf
 
+    @without_autocast()
     def run(self, candidates: list[Candidate]) -> Suggestions:
         self._compare(candidates)
         found = self._result(candidates)
