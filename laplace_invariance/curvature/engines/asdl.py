@@ -150,11 +150,10 @@ class _AsdlTrace(Trace):
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
         """Yield the gradients of each column, as :meth:`Trace.gradients`."""
         for column in columns:
-            _, others = self._pass_back(column)
+            self._pass_back(column)
             if self._silent():
                 self.ask_for_all = True
-                own, others = self._pass_back(column)
-                self._check_silent(own)
+                self._check_silent(self._pass_back(column))
             found: dict[int, Tensor] = {}
             for operation in self.operations:
                 found |= operation.by_call()
@@ -162,7 +161,7 @@ class _AsdlTrace(Trace):
             for call in self.calls:
                 gradient = found.get(id(call))
                 gradients.append(torch.zeros_like(call.output) if gradient is None else gradient)
-            yield self._sorted([*gradients, *others])
+            yield gradients, {}
 
     def _silent(self) -> list[_RuleOperation]:
         """Return the operations of layers that were called, but not in the backward pass."""
@@ -187,18 +186,15 @@ class _AsdlTrace(Trace):
                         "a gradient; AugmentedGGN and AugmentedEF need no hooks there"
                     )
 
-    def _pass_back(self, column: Tensor) -> tuple[dict[int, Tensor], Sequence[Tensor]]:
-        """Let autograd pass; return gradients of parameters asked for, and of those without rule.
-
-        The former are by index, which are some or all of the layers'.
-        """
+    def _pass_back(self, column: Tensor) -> dict[int, Tensor]:
+        """Let autograd pass, and return the gradients of some or all parameters, by index."""
         for operation in self.operations:
             operation.gradients = []
         asked: list[int] = []
         for call in self.calls:
             own = sorted((i for i, _ in call.blocks), key=lambda i: self.parameters[i].numel())
             asked += own if self.ask_for_all else own[:1]
-        tensors = [self.parameters[index] for index in [*asked, *self.others]]
+        tensors = [self.parameters[index] for index in asked]
         try:
             gradients = backpropagate(self.outputs, tensors, column)
         except AttributeError as error:  # of ASDL's hook
@@ -207,8 +203,7 @@ class _AsdlTrace(Trace):
                 "returned, or passed through a function without gradient; AugmentedGGN and "
                 "AugmentedEF need no hooks there"
             ) from error
-        n = len(asked)
-        return dict(zip(asked, gradients[:n], strict=True)), gradients[n:]
+        return dict(zip(asked, gradients, strict=True))
 
 
 class AsdlEngine:
@@ -239,8 +234,7 @@ class AsdlEngine:
             for operation in operations:
                 operation.keep = None
             layers.check(calls)
-            others = match.others
-            yield _AsdlTrace(outputs, calls, match.parameters, others, operations=operations)
+            yield _AsdlTrace(outputs, calls, match.parameters, operations=operations)
 
 
 class AsdlAugmentedGGN(AugmentedGGN):

@@ -292,7 +292,7 @@ class BackPackEngine:
         """Run a forward pass, as :meth:`~laplace_invariance.curvature.engines.Engine.run`."""
         modules = _chain(match.model)
         layers = match.layers
-        if match.others or _hooked(match.model) or len(set(modules)) < len(modules):
+        if _hooked(match.model) or len(set(modules)) < len(modules):
             with AutogradEngine().run(forward, x, match) as trace:
                 yield trace
             return
