@@ -73,6 +73,7 @@ class AugmentedCurvature(CurvatureInterface):
         self.chunk_size = chunk_size
         self.on_unsupported = on_unsupported
         self._last_match: Match | None = None
+        self._finite = True  # the inputs of the present batch
         self._cut: set[str] = set()  # names of a mapping's tensors that have a row for every input
         self._shared: set[str] = set()  # and of those that belong to all inputs
         if last_layer:
@@ -92,7 +93,8 @@ class AugmentedCurvature(CurvatureInterface):
         Raises:
             NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
         """
-        _refuse_unknown(kwargs)
+        if kwargs:
+            _refuse_unknown(kwargs)
         loss, *found = self._sum("kron", x, y, N)
         return loss, DifferentiableKron(self._by_parameter(found))
 
@@ -158,7 +160,8 @@ class AugmentedCurvature(CurvatureInterface):
         jacobians, outputs = [], []
         with torch.inference_mode(False), torch.enable_grad(), fixed_draws():
             x = chunks.outside_of_inference(x)
-            finite, matched = self._are_finite(x), self._prepare(x)
+            matched = self._prepare(x)
+            finite = self._finite
             n = chunks.batch_size(x, self.dict_key_x) or matched.n_inputs
             for chunk in self._split(x, matched, n, explicit=True):
                 run = self._trace(chunk.x, matched)
@@ -167,7 +170,8 @@ class AugmentedCurvature(CurvatureInterface):
                 with run as trace:
                     output = trace.outputs
                     jacobian = self._jacobian(trace, unit_directions(output))
-                _check_finite([output, jacobian], finite)
+                if not finite:
+                    _check_finite([output, jacobian])
                 if not enable_backprop:
                     jacobian, output = jacobian.detach(), output.detach()
                 jacobians.append(jacobian)
@@ -213,7 +217,6 @@ class AugmentedCurvature(CurvatureInterface):
         gradients, losses = [], []
         with torch.inference_mode(False), torch.enable_grad():
             x, y = chunks.outside_of_inference(x), chunks.outside_of_inference(y)
-            self._are_finite(x)
             matched = self._prepare(x)
             for chunk in self._split(x, matched, len(y), explicit=True):
                 targets = y[chunk.rows]
@@ -226,21 +229,18 @@ class AugmentedCurvature(CurvatureInterface):
 
     # A batch: what is matched, how it is split, and the sum over its parts.
 
-    def _are_finite(self, x: Any) -> bool:
-        """Return whether inputs are finite; raise if outputs are not because of them."""
-        finite = chunks.are_finite(x, first=self._last_match is None)
-        if not finite:
-            with torch.no_grad():
-                _check_finite([self.model(x)], finite)
-        return finite
-
     def _prepare(self, x: Any) -> Match:
-        """Match parameters with layers on the first inputs.
+        """Check the inputs, and match parameters with layers on the first of them.
 
         Raises:
-            ValueError: What belongs to all inputs of a mapping may have a row for each.
+            ValueError: Inputs are not finite, nor are outputs; or what belongs to all inputs of a
+                mapping may have a row for each.
         """
         matched = self._last_match
+        self._finite = chunks.are_finite(x, first=matched is None)
+        if not self._finite:
+            with torch.no_grad():
+                _check_finite([self.model(x)])
         if isinstance(x, MutableMapping):
             self._find_rows(x)
         # one input does not show whether the first axis is that of the batch
@@ -312,8 +312,8 @@ class AugmentedCurvature(CurvatureInterface):
         check_loader_of_fit()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
+                x, y = chunks.outside_of_inference(x), chunks.outside_of_inference(y)
                 return self._sum(structure, x, y, N)
-        x, y = chunks.outside_of_inference(x), chunks.outside_of_inference(y)
         x, y = chunks.kept(x, y, self.model)
         copied = self.last_layer and isinstance(self.model, FeatureExtractor)
         return chunks.sum_over(*self._parts(structure, x, y, N), copied)
@@ -326,7 +326,8 @@ class AugmentedCurvature(CurvatureInterface):
         Raises:
             NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
         """
-        finite, matched = self._are_finite(x), self._prepare(x)
+        matched = self._prepare(x)
+        finite = self._finite
         kron = structure == "kron"
         if kron and matched.objection is not None and self.on_unsupported == "error":
             raise NotImplementedError(matched.objection)
@@ -344,7 +345,8 @@ class AugmentedCurvature(CurvatureInterface):
                 outputs, targets = trace.outputs, y[chunk.rows]
                 self._check_outputs(outputs, targets)
                 found = [self.factor * self.lossfunc(outputs, targets), *curvature(trace, targets)]
-                _check_finite(found, finite)
+                if not finite:
+                    _check_finite(found)
                 return found
 
         return self._split(x, matched, len(y), explicit=not kron), terms, matched
@@ -465,16 +467,12 @@ def _refuse_unknown(kwargs: dict[str, Any], *known: str) -> None:
         raise TypeError(f"unknown arguments {names}; backend options go into backend_kwargs")
 
 
-def _check_finite(tensors: Sequence[Tensor], finite: bool) -> None:
-    """Raise if tensors are not finite because inputs are not.
+def _check_finite(tensors: Sequence[Tensor]) -> None:
+    """Raise if what was computed from inputs that are not finite is not finite, either.
 
     Infinite masks, and missing values for which the model puts others, leave nothing behind.
-
-    Args:
-        tensors: What was computed from inputs.
-        finite: Whether these are finite.
     """
-    if not finite and not all(torch.isfinite(tensor).all() for tensor in tensors):
+    if not all(torch.isfinite(tensor).all() for tensor in tensors):
         raise ValueError(
             "the input holds NaN or infinite values, and so do outputs or their curvature, which "
             "would make the evidence NaN as well"

@@ -226,7 +226,6 @@ class TangentKernelBound:
             hyperparameters, zero where there is none, and these hyperparameters.
         """
         with evaluation(self.model), torch.enable_grad(), differentiable():
-            self._backend._are_finite(x)
             matched = self._backend._prepare(x)
             if matched.objection is not None:
                 raise NotImplementedError(f"tangent kernels need rules; {matched.objection}")
