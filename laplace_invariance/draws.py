@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.quasirandom import SobolEngine
 
 from laplace_invariance.precision import at_least_single
@@ -261,10 +262,11 @@ def are_fixed() -> bool:
 
     They are used inside :func:`fixed_draws`, and where gradients are disabled unless draws are
     recorded or replayed: a curvature pass needs fresh draws, and its first pass has no gradients.
+    Derivatives in forward mode are those of predictions (laplace's ``ELLALaplace``).
     """
     source = _source.get()
     if source is None:
-        return not torch.is_grad_enabled()
+        return not torch.is_grad_enabled() or forward_ad._current_level >= 0
     return source == "fixed"
 
 

@@ -30,13 +30,13 @@ __all__ = [
     "Hyperparameterised",
     "Learner",
     "StepGuard",
+    "at_values",
     "being_learnt",
     "differentiable",
     "hyperparameters",
     "learning",
     "named_hyperparameters",
     "original_of",
-    "with_values",
 ]
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def differentiable() -> Iterator[None]:
 
 
 @contextmanager
-def with_values(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+def at_values(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Let hyperparameters have other values inside the context.
 
     Args:

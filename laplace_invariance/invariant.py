@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from laplace_invariance.augmentations.base import Augmentation, check_n_samples
 from laplace_invariance.draws import are_fixed, generator_of_draws, taped
 from laplace_invariance.precision import at_least_single, without_autocast
 
-__all__ = ["LEVELS", "InvariantModel", "Levels", "SampleMean", "averaging_over"]
+__all__ = ["LEVELS", "InvariantModel", "Levels", "SampleMean", "averaging_over", "with_values"]
 
 
 # Sampling levels of the current forward pass, outermost first: the batch size and sample weights
@@ -45,7 +47,8 @@ class InvariantModel(nn.Module):
     ``eta`` of the augmentation. Draws are fresh and independent for every input wherever gradients
     are enabled, in ``eval()`` mode too: that is in training and in the fitting of curvature. Under
     ``torch.no_grad()`` one fixed, evenly spread set is used for all inputs, so that predictions
-    repeat. Any API of laplace-torch works on the model, with the backends of this package.
+    repeat; so it is for derivatives in forward mode. laplace-torch works on the model with the
+    backends of this package.
 
     Args:
         net: Network that maps ``[n, ...]``, or a mapping with such tensors in it, to
@@ -143,10 +146,29 @@ class InvariantModel(nn.Module):
             key: value.repeat_interleave(n_samples, 0) if _has_rows(value, n) else value
             for key, value in x.items()
         }
-        return type(x)(rest | {self.dict_key_x: samples})  # type: ignore[call-arg]
+        return with_values(x, rest | {self.dict_key_x: samples})
 
     def extra_repr(self) -> str:
         return f"n_samples={self.n_samples}"
+
+
+def with_values(x: Any, values: dict[str, Any]) -> Any:
+    """Return a mapping of the same kind, such as transformers' ``BatchEncoding``, with new values.
+
+    Raises:
+        TypeError: Its class cannot be made from a ``dict``.
+    """
+    if isinstance(x, (dict, UserDict)):
+        result = copy(x)  # what a defaultdict is made from, for one, is kept
+        result.update(values)
+        return result
+    try:
+        return type(x)({**x, **values})
+    except TypeError as error:
+        raise TypeError(
+            f"inputs are a {type(x).__name__}, which cannot be made from a dict of its parts; "
+            "let the loader return a dict"
+        ) from error
 
 
 def _has_rows(value: Any, n: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -24,6 +24,7 @@ from laplace_invariance.curvature.rules import MatrixBlock, no_factors
 from laplace_invariance.curvature.trace import chunks
 from laplace_invariance.curvature.trace.calls import Trace
 from laplace_invariance.curvature.trace.chunks import AnyTrace, Chunk, ChunkedTrace
+from laplace_invariance.curvature.trace.features import average_features
 from laplace_invariance.curvature.trace.guards import check_loader_of_fit
 from laplace_invariance.curvature.trace.matching import Match, match
 from laplace_invariance.draws import Share, fixed_draws, sharing
@@ -39,6 +40,7 @@ __all__ = ["AugmentedCurvature", "check_count"]
 CHUNK_ELEMENTS = 2**26
 FORWARD_TENSORS = 4
 SLACK = 0.25
+IGNORED = nn.CrossEntropyLoss().ignore_index  # as a target: an input without loss
 
 
 def check_count(name: str, value: int | None) -> None:
@@ -79,6 +81,11 @@ class AugmentedCurvature(CurvatureInterface):
         self.chunk_size = chunk_size
         self.on_unsupported = on_unsupported
         self._last_match: Match | None = None
+        self._finite = True  # the inputs of the present batch
+        self._cut: set[str] = set()  # names of a mapping's tensors that have a row for every input
+        self._shared: set[str] = set()  # and of those that belong to all inputs
+        if last_layer:
+            average_features(model)
 
     def __getstate__(self) -> dict[str, Any]:
         # rules are closures, which cannot be pickled; a copy matches again when it is used
@@ -95,18 +102,25 @@ class AugmentedCurvature(CurvatureInterface):
             NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
         """
         if kwargs:
-            names = sorted(kwargs)
-            raise TypeError(f"unknown arguments {names}; backend options go into backend_kwargs")
+            _refuse_unknown(kwargs)
         loss, *found = self._sum("kron", x, y, N)
         return loss, DifferentiableKron(self._by_parameter(found))
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return loss and exact diagonal ``[P]`` of a batch, differentiable in hyperparameters."""
+        """Return loss and exact diagonal ``[P]`` of a batch, differentiable in hyperparameters.
+
+        It does not depend on ``N``, which laplace passes.
+        """
+        _refuse_unknown(kwargs, "N")
         loss, diagonal = self._sum("diag", x, y)
         return loss, diagonal
 
     def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return loss and exact curvature ``[P, P]``, differentiable in hyperparameters."""
+        """Return loss and exact curvature ``[P, P]``, differentiable in hyperparameters.
+
+        It does not depend on ``N``, which laplace passes.
+        """
+        _refuse_unknown(kwargs, "N")
         loss, matrix = self._sum("full", x, y)
         return loss, matrix
 
@@ -149,22 +163,37 @@ class AugmentedCurvature(CurvatureInterface):
             x: Inputs ``[batch, ...]``; the draws of their samples are the fixed ones.
             enable_backprop: Whether the results can be differentiated with respect to ``x``.
         """
-        x = single(x)
+        if chunks.batch_size(x, self.dict_key_x) == 0:
+            return self._no_jacobians(x)
         jacobians, outputs = [], []
-        with as_written(), torch.enable_grad(), fixed_draws():
+        with as_written(), torch.inference_mode(False), torch.enable_grad(), fixed_draws():
+            x = single(chunks.outside_of_inference(x))
             matched = self._prepare(x)
-            for chunk in self._split(x, matched, explicit=True):
+            finite = self._finite
+            n = chunks.batch_size(x, self.dict_key_x) or matched.n_inputs
+            for chunk in self._split(x, matched, n, explicit=True):
                 run = self._trace(chunk.x, matched)
                 if enable_backprop:
                     run = AutogradEngine(differentiate=True).run(self.model, chunk.x, matched)
                 with run as trace:
                     output = trace.outputs
                     jacobian = self._jacobian(trace, unit_directions(output))
+                if not finite:
+                    _check_finite([output, jacobian])
                 if not enable_backprop:
                     jacobian, output = jacobian.detach(), output.detach()
                 jacobians.append(jacobian)
                 outputs.append(output)
         return torch.cat(jacobians), torch.cat(outputs)
+
+    def _no_jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Return the Jacobians and outputs of an empty batch."""
+        with torch.no_grad():
+            outputs = self.model(x)
+        n_parameters = sum(parameter.numel() for parameter in self.params)
+        if self.subnetwork_indices is not None:
+            n_parameters = len(self.subnetwork_indices)
+        return outputs.new_zeros(*outputs.shape, n_parameters), outputs
 
     functorch_jacobians = jacobians  # laplace's name if "asdl" is part of that of the backend
 
@@ -172,18 +201,35 @@ class AugmentedCurvature(CurvatureInterface):
         """Return Jacobians of the last layer, whose features are several per input, and outputs."""
         return self.jacobians(x, enable_backprop)
 
+    def selected_output_jacobians(
+        self, x: Any, outputs: Tensor, enable_backprop: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return Jacobians ``[batch, k, P]`` of some outputs, and all outputs ``[batch, C]``.
+
+        Args:
+            x: Inputs ``[batch, ...]``; the draws of their samples are the fixed ones.
+            outputs: Indices ``[batch]`` or ``[batch, k]`` of the outputs.
+            enable_backprop: Whether the results can be differentiated with respect to ``x``.
+        """
+        jacobians, values = self.jacobians(x, enable_backprop)
+        if len(outputs) != len(values):
+            raise ValueError(f"there are indices for {len(outputs)} of {len(values)} inputs")
+        indices = outputs.to(values.device).long().view(len(values), -1, 1)
+        return jacobians.take_along_dim(indices, dim=1), values
+
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient ``[batch, P]`` of each input's loss, and the summed loss.
 
         The draws of samples are fresh.
         """
-        x, y = single(x), single(y)
         gradients, losses = [], []
-        with as_written(), torch.enable_grad():
+        with as_written(), torch.inference_mode(False), torch.enable_grad():
+            x, y = (single(chunks.outside_of_inference(part)) for part in (x, y))
             matched = self._prepare(x)
-            for chunk in self._split(x, matched, explicit=True):
+            for chunk in self._split(x, matched, len(y), explicit=True):
                 targets = y[chunk.rows]
                 with chunk.draws(), self._trace(chunk.x, matched) as trace:
+                    self._check_outputs(trace.outputs, targets)
                     column = self._loss_gradient(trace.outputs, targets).detach()
                     gradients.append(self._jacobian(trace, [column]).squeeze(1).detach())
                     losses.append(self.lossfunc(trace.outputs, targets).detach())
@@ -192,36 +238,72 @@ class AugmentedCurvature(CurvatureInterface):
     # A batch: what is matched, how it is split, and the sum over its parts.
 
     def _prepare(self, x: Any) -> Match:
-        """Check model and inputs, and match parameters with layers on the first of them."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "curvature needs gradients, which torch.inference_mode() switches off for good; "
-                "leave it, or use torch.no_grad() instead"
-            )
+        """Check model and inputs, and match parameters with layers on the first of them.
+
+        Raises:
+            ValueError: Inputs are not finite, nor are outputs; or what belongs to all inputs of a
+                mapping may have a row for each.
+        """
         check_precision(self.model)
         matched = self._last_match
-        chunks.check_finite(x, first=matched is None)
+        self._finite = chunks.are_finite(x, first=matched is None)
+        if not self._finite:
+            with torch.no_grad():
+                _check_finite([self.model(x)])
+        if isinstance(x, MutableMapping):
+            self._find_rows(x)
         # one input does not show whether the first axis is that of the batch
-        if matched is None or matched.n_inputs < min(2, chunks.batch_size(x, self.dict_key_x)):
-            two = chunks.part_of(x, slice(2), self.dict_key_x)
+        n = chunks.batch_size(x, self.dict_key_x)
+        if matched is None or (n is not None and matched.n_inputs < min(2, n)):
+            two = chunks.part_of(x, slice(2), self.dict_key_x, self._shared)
             with sharing(Share(0, 1, 2)):  # all of them are here
                 matched = match(self._model, self.params, self.model, two)
-            if self.likelihood == Likelihood.CLASSIFICATION and matched.n_outputs < 2:
-                raise ValueError(
-                    "classification needs at least two classes, the model has one output"
-                )
             self._last_match = matched
         return matched
 
-    def _split(self, x: Any, matched: Match, explicit: bool) -> list[Chunk]:
-        """Split a batch into chunks of ``chunk_size`` rows, or of bounded (explicit) gradients."""
+    def _find_rows(self, x: MutableMapping[str, Any]) -> None:
+        """Find out what of a mapping has a row for every input.
+
+        What once had another number of entries than the batch belongs to all inputs. Where numbers
+        agree, outputs of half of the batch must be the same as in the batch.
+        """
+        key = self.dict_key_x
+        rows = chunks.rows_of(x, key)
+        self._shared |= {name for name in x if name not in rows}
+        rows -= self._shared
+        n = len(x[key])
+        unknown = rows - self._cut - {key, self.dict_key_y}
+        if n == 1 or not unknown:
+            return
+        half = slice((n + 1) // 2)
+        with torch.no_grad(), fixed_draws():
+            expected = self.model(x)[half]
+            try:
+                actual = self.model(chunks.part_of(x, half, key, self._shared))
+            except (IndexError, RuntimeError, ValueError):
+                actual = expected.new_empty(0)
+        tolerance = 10 * torch.finfo(expected.dtype).eps ** 0.5
+        same = actual.shape == expected.shape
+        if not same or (actual - expected).abs().max() > tolerance * expected.abs().max():
+            names = ", ".join(map(repr, sorted(unknown)))
+            raise ValueError(
+                f"outputs of some inputs differ from those in their batch, so that {names}, with "
+                f"{n} entries as the batch has, may belong to all inputs; give it a first axis "
+                "of 1, keep it in a buffer of the model, or use another batch size"
+            )
+        self._cut |= unknown
+
+    def _split(self, x: Any, matched: Match, n: int, explicit: bool) -> list[Chunk]:
+        """Split ``n`` inputs into chunks of ``chunk_size`` rows, or of bounded gradients.
+
+        These are those of Jacobians, if explicit, or of outputs of layers.
+        """
         size = self._chunk_size(matched, explicit)
-        n = chunks.batch_size(x, self.dict_key_x)
         if self.chunk_size is None and size > 1:
             # equal parts, a little larger rather than one more with a few inputs
             n_chunks = max(1, math.ceil(n / size - SLACK))
             size = math.ceil(n / n_chunks)
-        return chunks.split(x, size, self.dict_key_x)
+        return chunks.split(x, size, self.dict_key_x, n, self._shared)
 
     def _chunk_size(self, matched: Match, explicit: bool) -> int:
         """Return the number of inputs with ``chunk_size`` rows, or bounded (explicit) gradients."""
@@ -237,6 +319,10 @@ class AugmentedCurvature(CurvatureInterface):
     def _sum(self, structure: str, x: Any, y: Tensor, N: int = 1) -> tuple[Tensor, ...]:
         """Sum loss and curvature over chunks, differentiably in hyperparameters."""
         check_loader_of_fit()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                x, y = chunks.outside_of_inference(x), chunks.outside_of_inference(y)
+                return self._sum(structure, x, y, N)
         x, y, shared = chunks.kept(single(x), single(y), self.model)
         copied = self.last_layer and isinstance(self.model, FeatureExtractor)
         with as_written():
@@ -251,10 +337,12 @@ class AugmentedCurvature(CurvatureInterface):
             NotImplementedError: A parameter has no rule, unless ``on_unsupported="diag"``.
         """
         matched = self._prepare(x)
+        finite = self._finite
         kron = structure == "kron"
         if kron and matched.objection is not None and self.on_unsupported == "error":
             raise NotImplementedError(matched.objection)
-        if (n := chunks.batch_size(x, self.dict_key_x)) != len(y):
+        n = chunks.batch_size(x, self.dict_key_x)
+        if n not in (None, len(y)):
             raise ValueError(f"there are {len(y)} targets for {n} inputs")
         curvature = self._exact
         if kron:
@@ -265,14 +353,28 @@ class AugmentedCurvature(CurvatureInterface):
         def terms(chunk: Chunk, differentiate: bool) -> list[Tensor]:
             with self._trace(chunk.x, matched, differentiate) as trace:
                 outputs, targets = trace.outputs, y[chunk.rows]
-                if self.likelihood == Likelihood.REGRESSION and targets.shape != outputs.shape:
-                    raise ValueError(
-                        f"targets {list(targets.shape)} must have the shape of the outputs "
-                        f"{list(outputs.shape)}"
-                    )
-                return [self.factor * self.lossfunc(outputs, targets), *curvature(trace, targets)]
+                self._check_outputs(outputs, targets)
+                found = [self.factor * self.lossfunc(outputs, targets), *curvature(trace, targets)]
+                if not finite:
+                    _check_finite(found)
+                return found
 
-        return self._split(x, matched, explicit=not kron), terms, matched
+        return self._split(x, matched, len(y), explicit=not kron), terms, matched
+
+    def _check_outputs(self, outputs: Tensor, y: Tensor) -> None:
+        """Raise unless targets are those of the outputs.
+
+        Jacobians have no targets, and may be those of one output under "classification": reward
+        models have two for training and one for prediction.
+        """
+        if len(outputs) != len(y):
+            raise ValueError(f"there are {len(y)} targets for {len(outputs)} outputs")
+        if self.likelihood == Likelihood.REGRESSION and y.shape != outputs.shape:
+            raise ValueError(
+                f"targets {list(y.shape)} must have the shape of the outputs {list(outputs.shape)}"
+            )
+        if self.likelihood == Likelihood.CLASSIFICATION and outputs.shape[-1] < 2:
+            raise ValueError("classification needs at least two classes, the model has one output")
 
     def _by_parameter(self, factors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Part a list of Kronecker factors by parameter, two for each matrix."""
@@ -291,7 +393,7 @@ class AugmentedCurvature(CurvatureInterface):
     ) -> AbstractContextManager[AnyTrace]:
         """Run the model; in parts, if one input has more samples than a chunk has rows."""
         # hooks of other packages are on modules, and do not see what is used outside of these
-        by_autograd = differentiate or bool(matched.layers.used)
+        by_autograd = differentiate or bool(matched.layers.used) or bool(matched.others)
         engine = AutogradEngine() if by_autograd else self.engine
         size = self.chunk_size
         if size is not None and matched.is_average() and matched.n_samples() > size:
@@ -362,4 +464,26 @@ class AugmentedCurvature(CurvatureInterface):
         """Return the derivative of the summed loss in the outputs, differentiable in these."""
         if self.likelihood == Likelihood.REGRESSION:
             return 2 * (outputs - y)
-        return outputs.softmax(-1) - nn.functional.one_hot(y, outputs.shape[-1])
+        if not y.is_floating_point():  # else they are probabilities of classes
+            counts = y != IGNORED
+            y = nn.functional.one_hot(y.where(counts, 0), outputs.shape[-1]) * counts.unsqueeze(-1)
+        return outputs.softmax(-1) * y.sum(-1, keepdim=True) - y
+
+
+def _refuse_unknown(kwargs: dict[str, Any], *known: str) -> None:
+    """Raise if there are arguments of other names."""
+    names = sorted(kwargs.keys() - {*known})
+    if names:
+        raise TypeError(f"unknown arguments {names}; backend options go into backend_kwargs")
+
+
+def _check_finite(tensors: Sequence[Tensor]) -> None:
+    """Raise if what was computed from inputs that are not finite is not finite, either.
+
+    Infinite masks, and missing values for which the model puts others, leave nothing behind.
+    """
+    if not all(torch.isfinite(tensor).all() for tensor in tensors):
+        raise ValueError(
+            "the input holds NaN or infinite values, and so do outputs or their curvature, which "
+            "would make the evidence NaN as well"
+        )

@@ -13,6 +13,7 @@ the large matrix is never formed. If both factors are blocks, ``G`` ``[q, o, o]`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from copy import copy
 from itertools import chain
@@ -68,9 +69,9 @@ class DifferentiableKron(Kron):
     def decompose(self, damping: bool = False) -> DifferentiableKronDecomposed:
         """Decompose every factor once; the result keeps the factors, which carry the gradient."""
         if damping:
-            raise NotImplementedError(
-                "damping=True is not supported: "
-                "stock laplace-torch ignores it after decomposition, too"
+            warnings.warn(
+                "damping=True has no effect: laplace-torch drops it when it adds the prior",
+                stacklevel=2,
             )
         if any(factor.requires_grad for factor in chain.from_iterable(self.kfacs)):
             values, vectors = _decomposed(self.kfacs)

@@ -20,7 +20,7 @@ from laplace_invariance import curvature
 from laplace_invariance.curvature import ElementwiseBlock, register_rule
 from laplace_invariance.curvature import rules as rules_module
 from laplace_invariance.curvature.engines.backpack import DERIVATIVES
-from laplace_invariance.layers import FactoredLinear2d, ScalarScale
+from laplace_invariance.layers import FactoredLinear2d, GroupConv2d, LiftingConv2d, ScalarScale
 
 ENGINES = ("Asdl", "BackPack")
 KINDS = ("GGN", "EF")
@@ -556,12 +556,41 @@ ODD = {
     "replaced forward": replaced_forward,
     "backward hook": backward_hook,
     "unused": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Sequential(), nn.Linear(4, 3)),
+    "factored view in place": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 1, 5)),
+        FactoredLinear2d(1, 2, (1, 5)),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(10, 3),
+    ),
+    "group view in place": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 1, 5)),
+        LiftingConv2d(1, 2, 3, padding=1),
+        nn.ReLU(inplace=True),
+        GroupConv2d(2, 1, 3, padding=1),
+        nn.LeakyReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(20, 3),
+    ),
+    "returned inputs": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 5)),
+        nn.Identity(),
+        nn.Conv1d(1, 2, 3),
+        nn.Identity(),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.Identity(),
+        nn.Linear(6, 3),
+        nn.Dropout(),
+    ).eval(),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_engines_agree_on_odd_networks(engine, name):
+def test_engines_agree_on_odd_networks(engine, name, caplog):
+    caplog.set_level("INFO", logger="laplace_invariance")
     net, x, y = ODD[name](), torch.randn(4, 5), torch.randint(3, (4,))
     for structure in STRUCTURES:
         actual = backend(engine, "GGN")(net, "classification")
@@ -570,6 +599,17 @@ def test_engines_agree_on_odd_networks(engine, name):
         dense = [r.to_matrix() if structure == "kron" else r for r in results]
         assert_agree(dense[:1], dense[1:])
         assert dense[0].abs().max() > 0
+    assert not caplog.text  # BackPACK did not leave it to autograd
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_hook_of_asdl_that_did_not_run_is_no_zero(structure, monkeypatch):
+    hook = "laplace_invariance.curvature.engines.asdl._RuleOperation.backward_pre_process"
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(4, 5), torch.randint(3, (4,))
+    monkeypatch.setattr(hook, lambda *args, **kwargs: None)
+    with pytest.raises(NotImplementedError, match=r"hook at Linear did not run.*AugmentedGGN"):
+        getattr(backend("Asdl", "GGN")(net, "classification"), structure)(x, y, N=4)
 
 
 def test_backpack_is_used_on_a_chain(monkeypatch):

@@ -340,8 +340,7 @@ def test_inputs_that_require_grad_are_watched():
 
 @pytest.mark.parametrize("scale", [1e308, -1e308])
 def test_finite_inputs_whose_sum_is_not_are_accepted(scale):
-    from laplace_invariance.curvature.trace.chunks import check_finite
+    from laplace_invariance.curvature.trace.chunks import are_finite
 
-    check_finite(torch.full((4,), scale))
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        check_finite({"a": torch.tensor([float("inf"), float("-inf")])})
+    assert are_finite(torch.full((4,), scale))
+    assert not are_finite({"a": torch.tensor([float("inf"), float("-inf")])})

@@ -214,8 +214,6 @@ def test_bad_input_is_refused():
         kron.decompose() * torch.ones(2)
     with pytest.raises(ValueError, match="delta"):
         kron.decompose() + torch.ones(2)
-    with pytest.raises(NotImplementedError, match="damping"):
-        kron.decompose(damping=True)
     with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
         DifferentiableKron([[torch.full((2, 2), float("nan"))]]).decompose()
 

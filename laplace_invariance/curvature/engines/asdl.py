@@ -51,6 +51,19 @@ class _RuleOperation(Operation):
         """Keep the gradient of a call's output."""
         self.gradients.append(out_grads)
 
+    @property
+    def kind(self) -> str:
+        """Name of the layer's type."""
+        return type(self._module).__name__
+
+    def is_silent(self) -> bool:
+        """Return whether the layer was called, but its hook did not run in the backward pass."""
+        return bool(self.calls) and not self.gradients
+
+    def indices(self) -> set[int]:
+        """Return the indices of the layer's parameters, if it was called."""
+        return {index for call in self.calls for index, _ in call.blocks}
+
     def by_call(self) -> dict[int, Tensor]:
         """Return the gradients by ``id`` of the call; autograd visits calls in reverse."""
         if not self.gradients:
@@ -59,7 +72,7 @@ class _RuleOperation(Operation):
         if n_gradients != n_calls:
             raise NotImplementedError(
                 f"ASDL cannot tell which {n_gradients} of {n_calls} calls of "
-                f"{type(self._module).__name__} the model's output depends on; AugmentedGGN and "
+                f"{self.kind} the model's output depends on; AugmentedGGN and "
                 "AugmentedEF can"
             )
         pairs = zip(self.calls, reversed(self.gradients), strict=True)
@@ -104,6 +117,25 @@ def _operations(model: nn.Module, layers: Layers) -> Iterator[list[_RuleOperatio
             module._is_full_backward_hook = kind
 
 
+@contextmanager
+def _copied_outputs(layers: Layers) -> Iterator[None]:
+    """Let layers return copies inside the context if the model overwrites what they return.
+
+    What overwrites a view takes the place of the operation that ASDL's hook is on.
+    """
+    modules = list(layers.blocks) if layers.copies else []
+    handles = [module.register_forward_hook(_clone) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _clone(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.clone()
+
+
 @dataclass(eq=False)
 class _AsdlTrace(Trace):
     """A trace whose gradients come from ASDL's hooks.
@@ -118,10 +150,10 @@ class _AsdlTrace(Trace):
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
         """Yield the gradients of each column, as :meth:`Trace.gradients`."""
         for column in columns:
-            others = self._pass_back(column)
-            if any(operation.calls and not operation.gradients for operation in self.operations):
+            self._pass_back(column)
+            if self._silent():
                 self.ask_for_all = True
-                others = self._pass_back(column)
+                self._check_silent(self._pass_back(column))
             found: dict[int, Tensor] = {}
             for operation in self.operations:
                 found |= operation.by_call()
@@ -129,17 +161,40 @@ class _AsdlTrace(Trace):
             for call in self.calls:
                 gradient = found.get(id(call))
                 gradients.append(torch.zeros_like(call.output) if gradient is None else gradient)
-            yield self._sorted([*gradients, *others])
+            yield gradients, {}
 
-    def _pass_back(self, column: Tensor) -> tuple[Tensor, ...]:
-        """Let autograd pass, and return the gradients of parameters without a rule."""
+    def _silent(self) -> list[_RuleOperation]:
+        """Return the operations of layers that were called, but not in the backward pass."""
+        return [operation for operation in self.operations if operation.is_silent()]
+
+    def _check_silent(self, gradients: dict[int, Tensor]) -> None:
+        """Raise if a hook did not run although its layer's parameters have these gradients.
+
+        Raises:
+            NotImplementedError: The gradient is not one of another layer with the same parameter.
+        """
+        silent = self._silent()
+        explained: set[int] = set()
+        for operation in self.operations:
+            if operation not in silent:
+                explained |= operation.indices()
+        for operation in silent:
+            for index in operation.indices() - explained:
+                if gradients[index].any():
+                    raise NotImplementedError(
+                        f"ASDL's hook at {operation.kind} did not run although its parameters have "
+                        "a gradient; AugmentedGGN and AugmentedEF need no hooks there"
+                    )
+
+    def _pass_back(self, column: Tensor) -> dict[int, Tensor]:
+        """Let autograd pass, and return the gradients of some or all parameters, by index."""
         for operation in self.operations:
             operation.gradients = []
-        asked: list[Tensor] = []
+        asked: list[int] = []
         for call in self.calls:
-            own = sorted((self.parameters[index] for index, _ in call.blocks), key=Tensor.numel)
+            own = sorted((i for i, _ in call.blocks), key=lambda i: self.parameters[i].numel())
             asked += own if self.ask_for_all else own[:1]
-        tensors = asked + [self.parameters[index] for index in self.others]
+        tensors = [self.parameters[index] for index in asked]
         try:
             gradients = backpropagate(self.outputs, tensors, column)
         except AttributeError as error:  # of ASDL's hook
@@ -148,7 +203,7 @@ class _AsdlTrace(Trace):
                 "returned, or passed through a function without gradient; AugmentedGGN and "
                 "AugmentedEF need no hooks there"
             ) from error
-        return gradients[len(asked) :]
+        return dict(zip(asked, gradients, strict=True))
 
 
 class AsdlEngine:
@@ -172,15 +227,14 @@ class AsdlEngine:
         with _operations(match.model, layers) as operations:
             for operation in operations:
                 operation.keep = keep
-            with warnings.catch_warnings():
+            with _copied_outputs(layers), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Using a non-full backward hook")
                 outputs = forward(x)
             # layers may run once more in the backward pass, from checkpoints of the model's own
             for operation in operations:
                 operation.keep = None
             layers.check(calls)
-            others = match.others
-            yield _AsdlTrace(outputs, calls, match.parameters, others, operations=operations)
+            yield _AsdlTrace(outputs, calls, match.parameters, operations=operations)
 
 
 class AsdlAugmentedGGN(AugmentedGGN):

@@ -157,9 +157,7 @@ class _Pass(ModuleExtension):
     def __call__(
         self, extension: _Columns, link: _Link, g_inp: tuple[Any, ...], g_out: tuple[Any, ...]
     ) -> None:
-        columns = extension.saved_quantities.retrieve_quantity(
-            link.output.data_ptr(), delete_old=True
-        )
+        columns = extension.saved_quantities.retrieve_quantity(id(link.output), delete_old=True)
         # No columns: the graph is cut off here, or autograd passes through the next link, which
         # asks for the gradient of what this one returned; columns will arrive after that.
         if columns is None or link not in extension.pending:
@@ -176,7 +174,7 @@ class _Pass(ModuleExtension):
                 found.append(derivatives.jac_t_mat_prod(link, g_inp, g_out, columns))
         extension.found |= {id(tensor): g for tensor, g in zip(wanted, found, strict=False)}
         if x.requires_grad:
-            extension.saved_quantities.save_quantity(x.data_ptr(), found[-1], add)
+            extension.saved_quantities.save_quantity(id(x), found[-1], add)
 
 
 def _by_autograd(output: Tensor, columns: Tensor, tensors: list[Tensor]) -> list[Tensor]:
@@ -199,7 +197,8 @@ class _Columns(BackpropExtension):
     def __init__(self, columns: Tensor, outputs: Tensor, links: dict[_Link, list[Tensor]]) -> None:
         super().__init__("laplace_invariance", {})
         self.set_module_extension(_Link, _Pass())
-        self.saved_quantities.save_quantity(outputs.data_ptr(), columns, add)
+        # by tensor, not by its memory, which a view shares with what it is a view of
+        self.saved_quantities.save_quantity(id(outputs), columns, add)
         self.pending = dict(links)
         self.found: dict[int, Tensor] = {}
 
@@ -293,7 +292,7 @@ class BackPackEngine:
         """Run a forward pass, as :meth:`~laplace_invariance.curvature.engines.Engine.run`."""
         modules = _chain(match.model)
         layers = match.layers
-        if match.others or _hooked(match.model) or len(set(modules)) < len(modules):
+        if _hooked(match.model) or len(set(modules)) < len(modules):
             with AutogradEngine().run(forward, x, match) as trace:
                 yield trace
             return

@@ -42,6 +42,8 @@ def backpropagate(
         column: Direction to backpropagate, of the shape of the outputs.
         create_graph: Whether the gradients will be differentiated.
     """
+    if not tensors:
+        return ()
     return torch.autograd.grad(
         outputs,
         tensors,
@@ -153,7 +155,7 @@ class Trace:
         calls: What :meth:`Layers.capture` collected.
         parameters: All parameters that curvature is wanted for.
         others: Indices of parameters without a rule, whose gradients autograd sums over the
-            batch, which must then be a single input.
+            batch: it passes once for every input.
         differentiate: Whether the curvature will be differentiated.
     """
 
@@ -166,16 +168,24 @@ class Trace:
     def gradients(self, columns: Sequence[Tensor]) -> Iterator[Gradients]:
         """Yield the gradients of ``sum(outputs * column)`` for each column ``[batch, C]``."""
         tensors = [call.output for call in self.calls]
-        tensors += [self.parameters[index] for index in self.others]
+        others: list[Tensor] = [self.parameters[index] for index in self.others]
+        n = len(tensors)
         for column in columns:
-            gradients = backpropagate(self.outputs, tensors, column, self.differentiate)
-            yield self._sorted(gradients)
+            if len(column) == 1 or not others:
+                found = backpropagate(self.outputs, tensors + others, column, self.differentiate)
+                gradients, rest = found[:n], [g.reshape(1, -1) for g in found[n:]]
+            else:
+                gradients = backpropagate(self.outputs, tensors, column, self.differentiate)
+                rest = self._row_by_row(others, column)
+            yield list(gradients), dict(zip(self.others, rest, strict=True))
 
-    def _sorted(self, gradients: Sequence[Tensor]) -> Gradients:
-        """Part gradients in the calls' outputs from those in the others, ``[1, numel]``."""
-        n = len(self.calls)
-        rest = zip(self.others, gradients[n:], strict=True)
-        return list(gradients[:n]), {index: g.reshape(1, -1) for index, g in rest}
+    def _row_by_row(self, tensors: Sequence[Tensor], column: Tensor) -> list[Tensor]:
+        """Return the gradients ``[batch, numel]`` of each input in tensors that all share."""
+        rows = []
+        for output, direction in zip(self.outputs, column, strict=True):
+            found = backpropagate(output, tensors, direction, self.differentiate)
+            rows.append([gradient.flatten() for gradient in found])
+        return [torch.stack(own) for own in zip(*rows, strict=True)]
 
     def jacobian_columns(self, columns: Sequence[Tensor]) -> PerParameter:
         """Return the exact gradients of ``sum_c outputs_c column_c`` of each input.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,19 +21,21 @@ from laplace_invariance.curvature.trace.keep import keep, keep_batch, trim
 from laplace_invariance.curvature.trace.matching import Match
 from laplace_invariance.curvature.trace.shortcuts import shortcuts
 from laplace_invariance.draws import Tape
-from laplace_invariance.hyper import hyperparameters, original_of, with_values
-from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.hyper import at_values, hyperparameters, original_of
+from laplace_invariance.invariant import InvariantModel, with_values
 from laplace_invariance.modes import as_written, in_modes, modes_of
 
 __all__ = [
     "AnyTrace",
     "Chunk",
     "ChunkedTrace",
+    "are_finite",
     "batch_size",
-    "check_finite",
     "differentiate_over",
     "kept",
+    "outside_of_inference",
     "part_of",
+    "rows_of",
     "split",
     "sum_over",
 ]
@@ -46,7 +48,7 @@ class Chunk:
     """Some inputs of a batch.
 
     Attributes:
-        x: Inputs ``[n, ...]``, or a mapping with such tensors in it.
+        x: Inputs ``[n, ...]``, a mapping with such tensors in it, or any object for a whole batch.
         rows: Their place in the batch.
         tape: Random draws of the whole batch, which the recomputation replays.
     """
@@ -60,18 +62,31 @@ class Chunk:
         return self.tape.playing(self.rows)
 
 
-def batch_size(x: Any, key: str) -> int:
-    """Return the number of inputs in a tensor, or in a mapping under the given key."""
-    return len(x[key] if isinstance(x, MutableMapping) else x)
+def batch_size(x: Any, key: str) -> int | None:
+    """Return the number of inputs in a tensor, or in a mapping under the given key.
+
+    It is None for other objects, such as a batch of graphs, which cannot be cut.
+
+    Raises:
+        KeyError: A mapping has no such key.
+    """
+    if isinstance(x, MutableMapping):
+        if key not in x:
+            raise KeyError(
+                f"inputs have no {key!r}, only {', '.join(map(repr, x))}; Laplace(..., "
+                "dict_key_x=...) says what has a row for every input"
+            )
+        return len(x[key])
+    return len(x) if isinstance(x, Tensor) else None
 
 
-def check_finite(x: Any, first: bool = True) -> None:
-    """Raise unless all numbers of the inputs are finite.
+def are_finite(x: Any, first: bool = True) -> bool:
+    """Return whether all numbers of the inputs are finite.
 
     Args:
         x: Inputs ``[n, ...]``, or a mapping with such tensors in it.
         first: Whether they are the first that a backend sees. Others are looked at on a CPU only,
-            as a GPU would have to be waited for; they make the evidence NaN.
+            as a GPU would have to be waited for.
     """
     for tensor in x.values() if isinstance(x, MutableMapping) else [x]:
         numbers = isinstance(tensor, Tensor) and tensor.is_floating_point()
@@ -79,12 +94,33 @@ def check_finite(x: Any, first: bool = True) -> None:
             continue
         # one number that is not finite makes the sum so; finite ones may do so as well, rarely
         if numbers and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
-            raise ValueError(
-                "the input holds NaN or infinite values, which would make the evidence NaN as well"
-            )
+            return False
+    return True
 
 
-def part_of(x: Any, rows: slice, key: str) -> Any:
+def outside_of_inference(x: Any) -> Any:
+    """Return inputs that autograd can save: copies of those made in ``torch.inference_mode()``."""
+    if isinstance(x, Tensor):
+        return x.clone() if x.is_inference() else x
+    if isinstance(x, MutableMapping):
+        tensors = {name: value for name, value in x.items() if isinstance(value, Tensor)}
+        if any(tensor.is_inference() for tensor in tensors.values()):
+            return with_values(x, {name: outside_of_inference(t) for name, t in tensors.items()})
+    return x
+
+
+def rows_of(x: Any, key: str) -> set[str]:
+    """Return the names of tensors and lists of a mapping that have an entry for every input."""
+    n = batch_size(x, key)
+    names = set()
+    for name, value in x.items():
+        is_tensor = isinstance(value, Tensor) and value.ndim > 0
+        if (is_tensor or isinstance(value, list | tuple)) and len(value) == n:
+            names.add(name)
+    return names
+
+
+def part_of(x: Any, rows: slice, key: str, shared: Collection[str] = ()) -> Any:
     """Return some inputs of a tensor, or of a mapping with tensors in it.
 
     Args:
@@ -92,23 +128,30 @@ def part_of(x: Any, rows: slice, key: str) -> Any:
         rows: Which of them.
         key: Key of a tensor ``[n, ...]`` of a mapping. Others of ``n`` rows are cut alike; what has
             another number of rows, or none, belongs to all inputs.
+        shared: Names of what belongs to all inputs although it has ``n`` rows.
+
+    Returns:
+        The part; the inputs themselves if these are all, or an object that cannot be cut.
     """
-    if not isinstance(x, MutableMapping):
-        return x[rows]
     n = batch_size(x, key)
-    part = {}
-    for name, value in x.items():
-        is_cut = isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
-        part[name] = value[rows] if is_cut else value
-    return type(x)(part)  # type: ignore[call-arg]  # such as a dict or transformers' BatchEncoding
+    if n is None or rows.indices(n) == (0, n, 1):
+        return x
+    if isinstance(x, Tensor):
+        return x[rows]
+    names = rows_of(x, key) - {*shared}
+    return with_values(x, {name: x[name][rows] for name in names})
 
 
-def split(x: Any, size: int, key: str) -> list[Chunk]:
-    """Split a batch into chunks of ``size`` inputs, or of one if that is less."""
-    size, n = max(1, size), batch_size(x, key)
+def split(x: Any, size: int, key: str, n: int, shared: Collection[str] = ()) -> list[Chunk]:
+    """Split a batch of ``n`` inputs into chunks of ``size``, or of one if that is less.
+
+    What cannot be cut is one chunk. For the other arguments, see :func:`part_of`.
+    """
+    size = n if batch_size(x, key) is None else size
+    size = max(1, size)
     tape = Tape(n)
     places = [slice(start, min(start + size, n)) for start in range(0, n, size)]
-    return [Chunk(part_of(x, rows, key), rows, tape) for rows in places]
+    return [Chunk(part_of(x, rows, key, shared), rows, tape) for rows in places]
 
 
 def sum_over(
@@ -166,7 +209,7 @@ def sum_over(
         factor = match.guards.check(before, inputs, first=n_pulled > walks.latest)
         walks.latest = max(walks.latest, n_pulled)
         trim()
-        with as_written(), in_modes(modes), with_values(hyper, values):
+        with as_written(), in_modes(modes), at_values(hyper, values):
             _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
         if factor is not None:
             gradients = [factor * gradient for gradient in gradients]

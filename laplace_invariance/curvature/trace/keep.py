@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_invariance.invariant import with_values
+
 __all__ = ["keep", "keep_batch", "trim"]
 
 ALIGNMENT = 64  # bytes, as torch's own allocator has it
@@ -55,7 +57,7 @@ def keep_batch(x: Any, y: Tensor) -> tuple[Any, Tensor]:
         names = [name for name, value in x.items() if isinstance(value, Tensor)]
         *tensors, y = keep([*(x[name] for name in names), y])
         values = dict(x.items()) | dict(zip(names, tensors, strict=True))
-        return type(x)(values), y  # type: ignore[call-arg]  # as in chunks.part_of
+        return with_values(x, values), y
     if isinstance(x, Tensor):
         x, y = keep([x, y])
     return x, y
