@@ -45,6 +45,7 @@ __all__ = [
     "positions_last",
     "register_rule",
     "rules",
+    "standardised",
 ]
 
 
@@ -349,9 +350,17 @@ def batch_norm(module: nn.modules.batchnorm._BatchNorm) -> Iterator[AnyBlock]:
     return _affine_of_norm(
         module.weight,
         module.bias,
-        lambda x: F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps),
+        lambda x: standardised(x, module.running_mean, module.running_var, module.eps),
         channels_second,
     )
+
+
+def standardised(x: Tensor, mean: Tensor | None, var: Tensor | None, eps: float) -> Tensor:
+    """Return what batch norm makes of channels ``[batch, channels, ...]`` with given statistics."""
+    assert mean is not None
+    assert var is not None
+    shape = (-1, *[1] * (x.ndim - 2))
+    return (x - mean.view(shape)) * (var + eps).rsqrt().view(shape)
 
 
 @register_rule(nn.GroupNorm)

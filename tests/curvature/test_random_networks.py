@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
-from grammar import cases
+from grammar import Case, cases
 from hypothesis import HealthCheck, Phase, given, settings
+from laplace import Laplace
 from torch.utils.data import DataLoader, TensorDataset
 from twins import central_differences, ggn, product
 
@@ -86,10 +87,8 @@ def check_engines(case):
             torch.testing.assert_close(product(found), product(wanted), rtol=1e-6, atol=1e-8 * size)
 
 
-def check_gradients(case):
+def check_gradients(case, structure="kron"):
     """The evidence has the gradient of central differences, in ranges and prior precisions."""
-    from laplace import Laplace
-
     model, x, y = case.build()
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
     precision = torch.tensor(0.7, requires_grad=True)
@@ -97,7 +96,7 @@ def check_gradients(case):
     def fitted():
         options = {"chunk_size": case.chunk_size}
         la = Laplace(
-            model, case.likelihood, "all", "kron", backend=AugmentedGGN, backend_kwargs=options
+            model, case.likelihood, "all", structure, backend=AugmentedGGN, backend_kwargs=options
         )
         with common_draws(5):
             la.fit(loader)
@@ -138,9 +137,15 @@ def test_five_hundred_networks(case):
 
 
 def test_a_failing_network_is_code_that_can_be_pasted():
-    from grammar import Case
-
     case = Case("nn.Sequential(nn.Flatten(), nn.Linear(32, 3))", "regression", 2, "sobol", None, 0)
     model, x, _ = eval(repr(case)).build()
     assert model(x).shape == (3, 3)
     assert isinstance(model, li.InvariantModel)
+
+
+@pytest.mark.parametrize("kind", ["kron", "diag", "full"])
+def test_batch_norm_of_one_row_before_a_transposition(kind):
+    """torch's own gradient of one row is wrong there, if the gradient is laid out otherwise."""
+    code = "nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), Positions(), nn.Flatten(), "
+    case = Case(code + "nn.Linear(12, 3))", "classification", 2, "sobol", 1, 0)
+    check_gradients(case, kind)

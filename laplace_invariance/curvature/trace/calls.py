@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from laplace_invariance.curvature import kfac
 from laplace_invariance.curvature.rules import AnyBlock, ElementwiseBlock, Map, MatrixBlock
@@ -117,6 +118,9 @@ class Layers:
             else:
                 x = next(iter(kwargs.values()))
                 self.keywords = type(module).__name__
+            if isinstance(module, _BatchNorm) and len(output) == 1 and output.requires_grad:
+                # torch 2.15 reads a gradient that is laid out otherwise in the wrong order
+                output.register_hook(Tensor.contiguous)
             calls.append(self.call(self.blocks[module], x, output))
             # the record keeps the output itself; what overwrites it must get a copy
             return output.clone() if self.copies else None

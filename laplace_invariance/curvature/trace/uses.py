@@ -29,6 +29,7 @@ from laplace_invariance.curvature.rules import (
     convolution,
     last_axes,
     positions_last,
+    standardised,
 )
 from laplace_invariance.curvature.trace.parts import ELSEWHERE, Answers, Part, whole
 
@@ -373,7 +374,7 @@ class Uses(TorchFunctionMode):
         output = func(x, mean, var, weight, bias, training, momentum, eps)
         if training or mean is None or var is None:
             return output
-        normalise = lambda x: F.batch_norm(x, mean, var, eps=eps)  # noqa: E731
+        normalise = lambda x: standardised(x, mean, var, eps)  # noqa: E731
         return self._affine(x, output, weight, bias, normalise, channels_second)
 
     def _affine(
