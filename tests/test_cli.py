@@ -18,7 +18,9 @@ RANGES = (
     "lr-aug estimator curvature structure prior subset-of-weights correlated fixed strength "
     "lr-augerino device seed root download out resume quiet"
 )
+POSITIONAL = {"demo": "points", "reproduce": "input-mlp"}
 OPTIONS = {
+    "reproduce": "scale jobs root download out quiet",
     "learn": RANGES,
     "compare": f"{RANGES} jobs",
     "profile": f"{RANGES} range values steps repeats hold-others",
@@ -60,7 +62,7 @@ def configured(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_defaults_are_those_of_the_dataclass(configured, verb):
-    words = [verb, "points"] if verb == "demo" else [verb]
+    words = [verb, POSITIONAL[verb]] if verb in POSITIONAL else [verb]
     seen = configured([*words, "--out", "run"])
     assert seen["config"] == cli.VERBS[verb].config()
     assert seen["out"] == Path("run")
@@ -77,7 +79,7 @@ def test_options_keep_their_names_and_every_field_has_one(capsys, verb):
     found = set(re.findall(r"^  --([\w-]+)", text, re.MULTILINE))
     assert set(OPTIONS[verb].split()) <= found
     n_fields = len(dataclasses.fields(cli.VERBS[verb].config))
-    positional, shared = int(verb == "demo"), 2 + cli.VERBS[verb].resumes
+    positional, shared = int(verb in POSITIONAL), 2 + cli.VERBS[verb].resumes
     assert len(found) == n_fields - positional + shared
     assert "default: None" not in text
 

@@ -68,7 +68,7 @@ def test_what_is_no_finished_run_is_explained(finished, tmp_path):
     with pytest.raises(ValueError, match=r"not finished: there is no summary\.json; .*--resume"):
         li.load_run(tmp_path)
     (tmp_path / "experiment.json").write_text(json.dumps(json.loads(saved) | {"format": 3}))
-    with pytest.raises(ValueError, match="has format 3, and this version reads format 4"):
+    with pytest.raises(ValueError, match="has format 3, and this version reads format 5"):
         li.load_run(tmp_path)
 
 

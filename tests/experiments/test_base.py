@@ -73,10 +73,10 @@ def test_run_of_an_earlier_format_is_refused(tmp_path):
     begin(tmp_path)
     path = tmp_path / "experiment.json"
     saved = json.loads(path.read_text())
-    assert saved.pop("format") == CONFIG.format == 4
+    assert saved.pop("format") == CONFIG.format == 5
     before = json.dumps(saved)  # without a number, as the first format was
     path.write_text(before)
-    with pytest.raises(ValueError, match="has format 1 and this version writes format 4: it was"):
+    with pytest.raises(ValueError, match="has format 1 and this version writes format 5: it was"):
         RunDirectory(tmp_path, CONFIG, resume=True)
     with pytest.raises(FileExistsError, match="--resume"):
         RunDirectory(tmp_path, CONFIG)

@@ -157,7 +157,7 @@ def test_hyphens_may_stand_for_underscores():
         (MeasureConfig, {"methods": ()}, "methods must be some of plain, augmented.*got none"),
         (MeasureConfig, {"methods": ["magic"]}, r"methods must be some of .*got \['magic'\]"),
         (PairsConfig, {"task": "turn"}, "unknown task 'turn'"),
-        (PairsConfig, {"networks": ["relu-2"]}, "'relu-2'; write layer-depth, .* of rich, selu"),
+        (PairsConfig, {"networks": ["gelu-2"]}, "'gelu-2'; write layer-depth, .* of rich, selu"),
         (PairsConfig, {"networks": ["rich"]}, "unknown network 'rich'"),
         (PairsConfig, {"networks": []}, "at least one"),
         (PairsConfig, {"networks": ["rich-1", "rich-1"]}, "different ones"),

@@ -53,7 +53,7 @@ def test_only_what_was_transformed_here_is_true():
     small = {"n_train": 60, "n_test": 20, "n_epochs": 1, "n_samples": 2, "method": "fixed"}
     result = learn(LearnConfig(transform="translated", fixed={"x_translation": 0.5}, **small))
     assert set(result.truth) == {"x_translation", "y_translation"}
-    assert "x translation   ±1.8 pixels, true ±2.0 pixels" in str(result)
+    assert "x translation   ±1.8 pixels, true ±2.3 pixels" in str(result)
     assert "rotation " not in str(result)  # neither learnt nor open
 
 

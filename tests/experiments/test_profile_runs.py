@@ -85,8 +85,8 @@ def test_the_model_of_a_finished_run_comes_back(tmp_path, estimator):
     [
         ("--method none", "method 'none' learns no range to look along; choose evidence"),
         ("--method fixed", "method 'fixed' learns no range to look along; choose evidence"),
-        ("--values 4", "rotation must be finite and between 0 and 3.142, its limit, got 4.0"),
-        ("--range shear --values -1", "shear must be finite and between 0 and inf"),
+        ("--values 4", "values: rotation must be at most pi"),
+        ("--range shear --values -1", "values: shear must be finite and not negative"),
         ("--steps -1", "n_steps must be finite and not negative"),
         ("--repeats 0", "n_repeats must be positive"),
     ],

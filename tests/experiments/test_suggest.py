@@ -110,7 +110,7 @@ def test_suggest_prints_a_table(tmp_path, capfd, run_cli):
         ("--repeats 1", "n_repeats must be at least 2"),
         ("--steps 3", "n_steps must be even"),
         ("--samples 0", "n_samples must be positive"),
-        ("--ranges rotation=4", "rotation must be between 0 and 3.142, its limit"),
+        ("--ranges rotation=4", "ranges: rotation must be at most pi"),
         ("--ranges twist=1", "there is no range 'twist' to search"),
         ("--weights nowhere.pt", "there is no file nowhere.pt"),
         ("--weights pyproject.toml", "does not have the weights of this network"),
