@@ -139,11 +139,17 @@ def _all_images(scale: Scale) -> list[Cell]:
 
 def _cifar(scale: Scale) -> list[Cell]:
     options: dict[str, Any] = {
-        "small": {"data": "digits", "n_train": 200, "n_epochs": 4, "n_samples": 2, "search": "off"},
+        "small": {
+            "data": "digits",
+            "n_train": 600,
+            "n_epochs": 20,
+            "n_samples": 4,
+            "search": "off",
+        },
         "large": {"data": "cifar10", "n_train": 5000, "n_epochs": 20, "n_samples": 4},
         "paper": {"data": "cifar10", "n_epochs": 200, "n_samples": 20},
     }[scale]
-    if scale == "large":
+    if scale != "paper":
         options["search"] = "off"
     return [
         Cell("", method, KINDS[kind], LearnConfig(net="resnet", transform=kind, **how, **options))
