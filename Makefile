@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers zoo clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers mutants zoo clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -47,6 +47,9 @@ bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks/R
 	$(BIN)/python benchmarks/bench_models.py --write
 	$(BIN)/python benchmarks/bench_memory.py --write
 	$(BIN)/python benchmarks/bench_ranks.py --write
+
+mutants: $(READY)  ## break the core in many places, and count what the tests notice; hours
+	$(BIN)/python benchmarks/mutants.py
 
 papers: $(READY)  ## run the tables of the papers, hours; runs that are there stay
 	$(BIN)/python benchmarks/papers.py --write
