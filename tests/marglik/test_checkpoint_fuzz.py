@@ -57,11 +57,14 @@ class Whole(NamedTuple):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    torch.set_default_dtype(torch.float64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # which is set for tests only
     directory = tmp_path_factory.mktemp("whole")
     run(directory / "run.pt", n_epochs=1)
     content = (directory / "run.pt").read_bytes()
-    return Whole(content, run(directory / "uninterrupted.pt"))
+    found = Whole(content, run(directory / "uninterrupted.pt"))
+    torch.set_default_dtype(before)
+    return found
 
 
 def assert_bit_equal(one, other):
