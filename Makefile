@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers mutants zoo clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,8 +48,21 @@ bench: $(READY)  ## measure time and memory, and keep the tables in benchmarks/R
 	$(BIN)/python benchmarks/bench_memory.py --write
 	$(BIN)/python benchmarks/bench_ranks.py --write
 
+fuzz: $(READY)  ## resume from a thousand damaged or forged checkpoints, minutes
+	$(BIN)/python benchmarks/checkpoints.py
+
+networks: $(READY)  ## check 500 random networks, a quarter of an hour
+	$(BIN)/python benchmarks/networks.py
+
 mutants: $(READY)  ## break the core in many places, and count what the tests notice; hours
 	$(BIN)/python benchmarks/mutants.py
+
+soak: SECONDS ?= 7200
+soak: $(READY)  ## interrupt and resume runs for two hours, or make soak SECONDS=1200
+	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS)
+
+reliability: $(READY)  ## write the counts of these four into docs/reliability.md; runs nothing
+	$(BIN)/python benchmarks/reliability.py --write
 
 papers: $(READY)  ## run the tables of the papers, hours; runs that are there stay
 	$(BIN)/python benchmarks/papers.py --write

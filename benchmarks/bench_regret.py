@@ -38,7 +38,7 @@ TRANSFORMS: dict[str, dict[str, float]] = {
     "as is": {},
 }
 # How ranges are learnt: by default, from one start, by Augerino, or not at all
-VARIANTS = ("search", "zero", "open", "augerino", "truth", "none")
+VARIANTS = ("search", "zero", "found", "open", "augerino", "truth", "none")
 NEEDED = ("search", "truth", "none", "zero")  # before a cell is in the tables
 # The recipe of the first release, to compare costs: fits of all data, three leading directions
 RELEASE = {"stochastic": False, "output_rank": 3}
@@ -88,10 +88,13 @@ def runs(seeds: list[int]) -> list[Run]:
 def augmentation(run: Run):
     """Return the augmentation of a run at its start."""
     from laplace_invariance.augmentations import AffineImage
+    from laplace_invariance.files import read_json
 
     starts = {"open": 0.3, "augerino": 0.1, "truth": TRANSFORMS[run.transform]}
+    if run.variant == "found":
+        starts["found"] = read_json(run._replace(variant="search").path)["search"]["best"]["ranges"]
     made = AffineImage(init=starts.get(run.variant, 0.0))
-    return made.frozen() if run.variant in ("truth", "none") else made
+    return made.frozen() if run.variant in ("truth", "found", "none") else made
 
 
 def train(run: Run) -> dict[str, Any]:

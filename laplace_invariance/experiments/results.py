@@ -116,6 +116,8 @@ class LearnResult:
         rivals = [t for t in found.trials if t != found.best and t.n_steps == found.best.n_steps]
         if rivals:
             words += f"; next, by {rivals[0].loss:.3f} nats: {self._opened(rivals[0].ranges)}"
+        if found.comparison is not None:
+            words += f"; {found.comparison}"
         return words
 
     def _opened(self, widths: Mapping[str, float]) -> str:

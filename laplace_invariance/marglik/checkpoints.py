@@ -211,9 +211,12 @@ class Journal:
             self._resume()
         else:
             self._start()
+        self._write_history()  # an interrupted run may have appended records after its checkpoint
+
+    def _write_history(self) -> None:
+        """Write all records, in place of what the file has."""
         with self._ranks.agreeing():
             if self._history is not None and self._ranks.is_first:
-                # an interrupted run may have appended records after its last checkpoint
                 lines = "".join(_line(record) for record in self._run.history)
                 replace(self._history, lambda file: file.write(lines.encode()))
 
@@ -294,6 +297,11 @@ class Journal:
             if self._history is not None and self._ranks.is_first:
                 with self._history.open("a") as file:
                     file.write(_line(record))
+
+    def rewrite(self) -> None:
+        """Write a checkpoint and the whole history of a run that was set back, or replaced."""
+        self.save()
+        self._write_history()
 
     def save(self) -> None:
         """Write a checkpoint."""

@@ -20,7 +20,7 @@ from laplace_invariance.marglik.estimators.base import TERMS, Context, finite
 from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.priors import Priors, last_layer_of
 from laplace_invariance.marglik.randomness import RandomStates
-from laplace_invariance.marglik.settings import Record, Settings
+from laplace_invariance.marglik.settings import Callback, Record, Settings
 from laplace_invariance.marglik.targets import check_labels
 from laplace_invariance.precision import check_precision, with_autocast, without_autocast
 
@@ -47,7 +47,9 @@ class Trainer:
         epoch: Number of epochs done.
         losses: Mean training loss of every epoch, with the prior's term.
         history: One record per epoch.
-        search: Estimates of a search so far, and its result; None until it has ended.
+        holds: Whether hyperparameters stay as they are.
+        search: Estimates of a search so far; its result, None until it has ended; and, while
+            training with the ranges that it found is compared with learning, what that needs.
 
     Raises:
         RuntimeError: If gradients are switched off.
@@ -100,23 +102,35 @@ class Trainer:
         self.epoch = 0
         self.losses: list[float] = []
         self.history: list[Record] = []
-        self.search: Record = {"trials": [], "result": None}
+        self.holds = False
+        self.search: Record = {"trials": [], "result": None, "comparison": None}
 
-    def train(self, journal: Journal, random_states: RandomStates) -> None:
-        """Train all epochs that are left.
+    def train(
+        self,
+        journal: Journal,
+        random_states: RandomStates,
+        n_epochs: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> None:
+        """Train all epochs that are left, or those until one.
 
         Args:
             journal: Journal, already open, that gets every record and a checkpoint per epoch.
             random_states: All sources of randomness, which are kept equal on all ranks.
+            n_epochs: Number of epochs after which to stop; None is all.
+            callbacks: Called after every epoch with its record and the model; None is those of the
+                settings.
 
         Raises:
             FloatingPointError: If too many steps of one kind in a row were not finite.
         """
+        n_epochs = self.n_epochs if n_epochs is None else n_epochs
         output = self.settings.output
+        callbacks = output.callbacks if callbacks is None else callbacks
         shown = output.progress_bar and self._ranks.is_first
-        bar = tqdm.tqdm(total=self.n_epochs, initial=self.epoch, disable=not shown, unit="epoch")
+        bar = tqdm.tqdm(total=n_epochs, initial=self.epoch, disable=not shown, unit="epoch")
         with bar:
-            while self.epoch < self.n_epochs:
+            while self.epoch < n_epochs:
                 bar.set_description(self._phase(self.epoch + 1))
                 try:
                     record = self._run_epoch(random_states)
@@ -124,12 +138,17 @@ class Trainer:
                     raise FloatingPointError(f"{error}; {journal.last_good()}") from None
                 self.history.append(record)
                 journal.append(record)
-                for callback in output.callbacks:
+                for callback in callbacks:
                     callback(record, self.model)
                 journal.save()  # after callbacks, so that it has what they did to random states
                 bar.update()
                 if shown:
                     bar.set_postfix(self._progress())
+
+    def hold(self, held: bool) -> None:
+        """Leave hyperparameters as they are from now on, or learn them again."""
+        self.holds = held
+        self.estimator.hold(held)
 
     @property
     def n_epochs(self) -> int:
@@ -175,7 +194,7 @@ class Trainer:
             return "burn-in"
         if epoch > self.settings.evidence.estimator.n_epochs_learning(self.n_epochs):
             return "only weights"
-        return "learning"
+        return "ranges held" if self.holds else "learning"
 
     def _check_what_is_learnt(self) -> None:
         """Raise if a callback changed what requires grad, which optimisers would not follow."""
@@ -385,12 +404,14 @@ class Trainer:
             "epoch": self.epoch,
             "losses": self.losses,
             "history": self.history,
+            "holds": self.holds,
             "search": self.search,
             **states,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back a state that :meth:`state_dict` returned."""
+        self.hold(state["holds"])
         for name, part in reversed(self._parts.items()):  # the model last, as others may refuse
             part.load_state_dict(state[name])
         self.epoch = state["epoch"]

@@ -24,7 +24,13 @@ from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import present_ranks, unwrapped, whole_loader
-from laplace_invariance.marglik.search import Search, SearchResult, space_of
+from laplace_invariance.marglik.search import (
+    Search,
+    SearchResult,
+    epochs_to_compare,
+    space_of,
+    train_and_compare,
+)
 from laplace_invariance.marglik.settings import (
     Callback,
     DataSettings,
@@ -309,7 +315,7 @@ def marglik_training(
         loaders.append(settings.data.evidence_loader)
         random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
         with Journal(trainer, random_states, settings.output, ranks) as journal:
-            if chosen_search is not None and trainer.search["result"] is None:
+            if chosen_search is not None:
                 _search(chosen_search, trainer, random_states, journal)
             trainer.train(journal, random_states)
         return _finite_result(trainer)
@@ -346,6 +352,22 @@ def _chosen_search(search: bool | Search | None) -> Search | None:
 def _search(
     search: Search, trainer: Trainer, random_states: RandomStates, journal: Journal
 ) -> None:
+    """Search for a start, and compare it with what gradient steps make of it, unless known."""
+    if trainer.search["result"] is None:
+        found = _found(search, trainer, random_states, journal)
+        trainer.search["result"] = found.state_dict()
+        journal.save()
+    epochs = epochs_to_compare(trainer, search.held)
+    found = trainer.search["result"]
+    if epochs and found["comparison"] is None:
+        compared = train_and_compare(trainer, random_states, journal, epochs)
+        found["comparison"] = vars(compared)
+        journal.rewrite()
+
+
+def _found(
+    search: Search, trainer: Trainer, random_states: RandomStates, journal: Journal
+) -> SearchResult:
     """Search for a start, or go on with a search."""
     found = search.run(
         trainer.model,
@@ -359,10 +381,9 @@ def _search(
         warnings.warn(
             "no candidate of the search was better than guessing; its choice means little: train "
             "longer before candidates are compared, by Search(n_steps=...)",
-            stacklevel=3,
+            stacklevel=4,
         )
-    trainer.search["result"] = found.state_dict()
-    journal.save()
+    return found
 
 
 def _finite_result(trainer: Trainer) -> Result:

@@ -122,7 +122,12 @@ def test_what_is_not_known_is_not_called_true(finished, tmp_path):
     from dataclasses import replace
 
     _, _, result = finished
-    search = {"best": trial(), "trials": [trial(), trial(loss=0.5)], "chance": 0.0}
+    search = {
+        "best": trial(),
+        "trials": [trial(), trial(loss=0.5)],
+        "chance": 0.0,
+        "comparison": {"epoch": 3, "held": -0.5, "learnt": -0.7, "keeps_learning": False},
+    }
     learn_report(
         RunDirectory(tmp_path),
         replace(result, truth=dict.fromkeys(result.truth, 0.0), search=search),
@@ -132,6 +137,7 @@ def test_what_is_not_known_is_not_called_true(finished, tmp_path):
     assert "2 candidates were trained" in words
     assert "rotation ±57° 40 -1.500 0.500" in words
     assert "No candidate of the search was better than guessing" in words
+    assert "gradient steps: -0.200 nats at epoch 3, so ranges stay as found" in words
 
 
 def trial(loss=0.0):

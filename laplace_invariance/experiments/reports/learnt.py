@@ -146,13 +146,17 @@ def _numbers(result: LearnResult) -> Html:
 def _search(result: LearnResult) -> Html:
     if result.search is None:
         return Html("")
-    chance = SearchResult.from_state_dict(result.search).chance
-    n_trials = len(result.search["trials"])
+    found = SearchResult.from_state_dict(result.search)
     words = (
-        f"{n_trials} candidates were trained for a while from the same weights and compared by "
-        f"evidence; guessing has {chance:.3f} nats per image. Candidates lose to the best that was "
-        "trained equally long. Training starts from the marked one."
+        f"{len(found.trials)} candidates were trained for a while from the same weights and "
+        f"compared by evidence; guessing has {found.chance:.3f} nats per image. Candidates lose to "
+        "the best that was trained equally long. Training starts from the marked one."
     )
+    if found.comparison is not None:
+        words += (
+            " A second network was trained with these ranges as they are, to see whether they "
+            f"should be learnt further; {found.comparison}."
+        )
     return html.section(
         "What the search tried",
         html.paragraph(words),

@@ -139,7 +139,8 @@ class RunningEstimator:
         self._options = (options or {}) | (context.settings.evidence.backend_kwargs or {})
         objective = context.settings.hyperparameters.objective
         by_evidence = objective.estimates and not objective.steps_in_training
-        self._steps_hyperparameters = by_evidence and bool(self._hyperparameters.tensors)
+        self._learns_hyperparameters = by_evidence and bool(self._hyperparameters.tensors)
+        self._steps_hyperparameters = self._learns_hyperparameters
         self.approximation = self._approximate(self._options, tolerance=tolerance)
         self.margliks: list[float] = []
         # sums of the gradients of every other step in this epoch, and the number of steps
@@ -196,6 +197,10 @@ class RunningEstimator:
             FloatingPointError: If too many steps in a row were not finite.
         """
         raise NotImplementedError
+
+    def hold(self, held: bool) -> None:
+        """Leave hyperparameters as they are from now on, or step them again."""
+        self._steps_hyperparameters = self._learns_hyperparameters and not held
 
     def choose_final(self, epoch: int) -> int:
         """Put the state that is returned into model and priors, and return its epoch."""

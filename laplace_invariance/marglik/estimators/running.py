@@ -118,6 +118,10 @@ class _Averaging(RunningEstimator):
         self._own = added(self._own, found, share)
         self._n_seen += share.n
 
+    def hold(self, held: bool) -> None:
+        super().hold(held)
+        self._cotangents = []
+
     def end_epoch(self) -> None:
         if self._own:
             whole = Share(0, 1, self._n_seen)

@@ -18,6 +18,7 @@ from laplace_invariance.marglik.approximation import constant, learnt_hyperparam
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
 from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import ALONE
 from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, space_of
@@ -143,6 +144,22 @@ class Pilots:
             found = self._trainer.estimator.assess(self._loader, self._seed)
         self._random_states.load_state_dict(before)
         return found / self._trainer.settings.data.n_data
+
+    def at_rest(self, priors: Priors) -> float:
+        """Return the evidence per example of the model as it is, with weights that come to rest.
+
+        They are trained for a unit, in which the step size falls to zero, with ranges as they are.
+        The model and all random states are afterwards as they were before.
+
+        Args:
+            priors: Prior precisions to start from; they stay as they are.
+        """
+        before = self._state()
+        self._trainer.priors.load_state_dict(deepcopy(priors.state_dict()))
+        with constant(self._hyperparameters):
+            found = self._train(1)
+        self._put(before)
+        return found
 
     def state_of(self, pilot: Pilot) -> dict[str, Any]:
         """Return the state of everything at the end of a pilot that was trained here."""

@@ -15,6 +15,7 @@ from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.ranks import Ranks
 from laplace_invariance.marglik.search.candidates import MOST_OPENED
+from laplace_invariance.marglik.search.comparison import Comparison
 from laplace_invariance.marglik.search.pilots import Pilot, Pilots, n_units
 from laplace_invariance.marglik.search.spaces import AnyCandidate, AnySpace, described
 from laplace_invariance.marglik.settings import Settings, check_numbers
@@ -60,11 +61,13 @@ class SearchResult:
         trials: The last trial of every candidate, those that were trained longest first, and the
             best of them before others.
         chance: Log evidence per example of guessing by the frequencies of classes.
+        comparison: Whether gradient steps of the ranges were worth it; None if that was not tried.
     """
 
     best: Trial
     trials: list[Trial]
     chance: float
+    comparison: Comparison | None = None
 
     @property
     def is_clear(self) -> bool:
@@ -79,7 +82,8 @@ class SearchResult:
         is_of_paths = any(isinstance(value, str) for value in self.best.ranges.values())
         what = "free paths" if is_of_paths else "ranges"
         header = [what, "log evidence", "lost by", "steps"]
-        return table([header, *rows], right=(1, 2, 3))
+        text = table([header, *rows], right=(1, 2, 3))
+        return text if self.comparison is None else f"{text}\n{self.comparison}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings in lists and dictionaries."""
@@ -87,13 +91,16 @@ class SearchResult:
             "best": vars(self.best),
             "trials": [vars(trial) for trial in self.trials],
             "chance": self.chance,
+            "comparison": None if self.comparison is None else vars(self.comparison),
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> SearchResult:
         """Return what :meth:`state_dict` describes."""
         trials = [Trial(**trial) for trial in state["trials"]]
-        return cls(Trial(**state["best"]), trials, state["chance"])
+        compared = state["comparison"]
+        comparison = None if compared is None else Comparison(**compared)
+        return cls(Trial(**state["best"]), trials, state["chance"], comparison)
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,9 @@ class Search:
         oversampling: Number of samples in estimates, as a multiple of that in training.
         n_examples: Number of examples that an evidence is estimated from, at most.
         margin: Gain in evidence per example that a further open range, or layer, must bring.
+        held: Share of all epochs for which, at most, a second network is trained with the ranges
+            that were found, held. If its evidence is clearly higher, training goes on with it. 0
+            leaves it out, as do runs that are too short.
     """
 
     n_steps: int | None = None
@@ -128,11 +138,14 @@ class Search:
     oversampling: int = 2
     n_examples: int = 500
     margin: float = 0.005
+    held: float = 0.5
 
     def __post_init__(self) -> None:
         numbers = ("n_steps", "keep", "n_rounds", "oversampling", "n_examples")
         check_numbers(self, *numbers, whole=True)
         check_numbers(self, "margin", least=0)
+        if not 0 <= self.held < 1:
+            raise ValueError(f"held must be at least 0 and below 1, got {self.held}")
 
     def run(
         self,
