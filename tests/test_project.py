@@ -4,8 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import processes
 import pytest
 
 import laplace_invariance as li
@@ -30,23 +32,29 @@ for name in li.__all__:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_threads_may_ask_for_public_names_at_once():
-    code = """
-import threading
-import laplace_invariance as li
-found, start = [], threading.Barrier(len(li.__all__))
-def ask(name):
-    start.wait()
-    found.append(getattr(li, name))
-threads = [threading.Thread(target=ask, args=(name,)) for name in li.__all__]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert len(found) == len(threads)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def ask_at_once():
+    processes.forget("laplace_invariance")
+    import laplace_invariance
+
+    names = laplace_invariance.__all__
+    found, start = [], threading.Barrier(len(names))
+
+    def ask(name):
+        start.wait()
+        found.append(getattr(laplace_invariance, name))
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(threads)
+
+
+def test_threads_may_ask_for_public_names_at_once(tmp_path):
+    process = processes.start(ask_at_once, log=tmp_path / "log")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
 
 
 def test_modules_import_names_from_where_they_are():

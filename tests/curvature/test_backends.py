@@ -251,11 +251,12 @@ def with_gradient(backend, structure, **options):
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
-@pytest.mark.parametrize("chunk_size", [1, 3, 4, 9, 100])
-def test_chunks_change_nothing(structure, chunk_size):
+def test_chunks_change_nothing(structure):
     """Below five, the samples of one input are split."""
-    actual = with_gradient(AugmentedGGN, structure, chunk_size=chunk_size)
-    torch.testing.assert_close(actual, with_gradient(AugmentedGGN, structure))
+    expected = with_gradient(AugmentedGGN, structure)
+    for chunk_size in (1, 3, 4, 9, 100):
+        actual = with_gradient(AugmentedGGN, structure, chunk_size=chunk_size)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("chunk_size", [3, 9])

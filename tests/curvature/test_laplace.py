@@ -175,8 +175,15 @@ def test_a_fitted_laplace_is_saved_and_loaded(structure, tmp_path, backend):
     assert twin.model.augmentation.ranges() == model.augmentation.ranges()
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("structure", "likelihood"),
+    [
+        ("kron", "classification"),
+        ("kron", "regression"),
+        ("diag", "regression"),
+        ("full", "classification"),
+    ],
+)
 def test_stock_training_with_several_hypersteps(structure, likelihood, backend):
     model, loader = setting(likelihood)
     la, _, margliks, losses = laplace.marglik_training(
@@ -208,8 +215,8 @@ def test_learning_moves_the_range_towards_the_truth(start):
     loader = DataLoader(rotated_shapes(200), batch_size=200)
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 11))
     augmentation = li.AffinePoints(init={"rotation": start}, learn="rotation")
-    model = li.InvariantModel(net, augmentation, n_samples=16)
-    settings = {"n_epochs": 120, "n_epochs_burnin": 10, "marglik_frequency": 2}
+    model = li.InvariantModel(net, augmentation, n_samples=8)
+    settings = {"n_epochs": 80, "n_epochs_burnin": 10, "marglik_frequency": 2}
     settings |= {"n_hypersteps": 1, "optimizer_kwargs": {"lr": 1e-2}}
     with li.learning(model, lr=0.1) as learner:
         laplace.marglik_training(model, loader, backend=AugmentedGGN, **settings)

@@ -33,9 +33,10 @@ def fitted(model, loader, likelihood, subset, structure, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
-@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize(
+    ("likelihood", "subset"), [("classification", "all"), ("regression", "last_layer")]
+)
 @every_structure
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_a_fit_under_autocast_equals_one_without(likelihood, structure, subset, dtype, backend):
     found = []
     for context in (contextlib.nullcontext(), torch.autocast("cpu", dtype)):

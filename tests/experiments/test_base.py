@@ -1,9 +1,10 @@
 """What experiments share: the run directory, the recipe, the seed, accuracy."""
 
 import json
-import subprocess
 import sys
+import warnings
 
+import processes
 import pytest
 import torch
 from torch import nn
@@ -180,16 +181,18 @@ def test_run_that_began_meanwhile_is_noticed(tmp_path):
     begin(tmp_path, resume=True)  # and the lock is released
 
 
-WITHOUT_MATPLOTLIB = """
-import sys
-import laplace  # torchmetrics, below it, imports matplotlib if it is installed
-for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-    del sys.modules[name]
-sys.modules["matplotlib"] = None
-from laplace_invariance import cli
-for command in sys.argv[1:]:
-    cli.main(command.split())
-"""
+def run_without_matplotlib(commands):
+    """Run commands, in a process in which matplotlib cannot be imported."""
+    warnings.simplefilter("ignore")
+    import laplace  # noqa: F401  (torchmetrics, below it, imports matplotlib if it is installed)
+
+    processes.forget("matplotlib", "laplace_invariance")
+    sys.modules["matplotlib"] = None
+    torch.set_default_dtype(torch.float32)
+    from laplace_invariance import cli
+
+    for command in commands:
+        cli.main(command.split())
 
 
 def test_without_matplotlib_all_but_figures_is_written(tmp_path):
@@ -200,10 +203,12 @@ def test_without_matplotlib_all_but_figures_is_written(tmp_path):
         f"measure --method plain {small} {tmp_path}/measure",
         f"demo points --samples 2 --epochs 12 --quiet --out {tmp_path}/demo",
     ]
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_MATPLOTLIB, *commands]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("pip install 'laplace-invariance[plots]'") == 1
+    log = tmp_path / "log"
+    process = processes.start(run_without_matplotlib, commands, log=log)
+    process.join()
+    said = log.read_text()
+    assert process.exitcode == 0, said
+    assert said.count("pip install 'laplace-invariance[plots]'") == 1
 
     def files(name):
         return {path.name for path in (tmp_path / name).iterdir() if path.is_file()}
@@ -213,7 +218,7 @@ def test_without_matplotlib_all_but_figures_is_written(tmp_path):
     assert files("compare") == whole | {"comparison.md", "report.html"}
     assert files("measure") == whole | {"report.txt"}
     assert not (tmp_path / "demo").exists()  # it has nothing but a figure
-    assert "learnt range" in done.stdout
+    assert "learnt range" in said
 
 
 def test_recipe_never_waits_longer_than_training():

@@ -10,7 +10,7 @@ from laplace_invariance.experiments.compare import CompareConfig, CompareResult,
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.learn import LearnConfig, LearnResult
 
-SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "search": "off"}
+SMALL = {"n_train": 60, "n_test": 50, "n_epochs": 1, "n_samples": 2, "search": "off"}
 CELLS = {
     "transforms": ("fully_rotated", "original"),
     "methods": ("evidence", "none"),
@@ -57,7 +57,7 @@ def test_tables_have_means_and_spreads(tmp_path, capfd):
     assert "8 of 8: digits-original-none-1" in capfd.readouterr().err
     values = [100 * result.accuracy for result in comparison.results["original", "none"]]
     assert f"| {np.mean(values):.1f} ± {np.std(values, ddof=1):.1f} % |" in table
-    data = "digits: 100 to train on, 50 to test on, 8 x 8 pixels, grey, 10 classes; network mlp; "
+    data = "digits: 60 to train on, 50 to test on, 8 x 8 pixels, grey, 10 classes; network mlp; "
     assert table.startswith(f"{data}2 seeds.\n\nFully rotated:\n\n| method | log evidence | test")
     assert "\n\nImages as they are:\n\n| method |" in table
     assert table.count("true ±180.0 degrees") == 1  # of images that were rotated, and no others

@@ -8,11 +8,15 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 
+from laplace_invariance import cli
 from laplace_invariance.experiments import compare as module
+from laplace_invariance.experiments import jobs
 from laplace_invariance.experiments.compare import CompareConfig, compare
 from laplace_invariance.experiments.jobs import FailedRuns, run_side_by_side
 from laplace_invariance.experiments.learn import LearnConfig
@@ -31,42 +35,59 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Whether processes of runs are forked where they may be, and need no import of torch."""
+    if not processes.FORKS:
+        return False
+
+    def start(command, env, stderr, **_):
+        return processes.Forked(jobs.main, env, stderr)
+
+    stub = SimpleNamespace(
+        Popen=start, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    monkeypatch.setattr(jobs, "subprocess", stub)
+    return True
+
+
 def without_time(summaries):
     return [{k: v for k, v in one.items() if k != "seconds"} for one in summaries]
 
 
 @pytest.mark.usefixtures("_one_thread")
 def test_results_are_those_of_runs_in_turn(tmp_path, capfd):
+    """In a process of its own; what is finished already is not run again."""
     torch.set_default_dtype(torch.float64)  # which processes are not born with
-    config = CompareConfig(**CELLS, **SMALL)
-    in_turn = compare(config, tmp_path / "in_turn")
+    in_turn = compare(CompareConfig(**CELLS, **SMALL), tmp_path / "in_turn")
+    compare(CompareConfig(**CELLS | {"methods": ("none",)}, **SMALL), tmp_path / "beside")
+    histories = {path: path.stat().st_mtime_ns for path in tmp_path.glob("beside/*/history.jsonl")}
     beside = compare(
-        CompareConfig(**CELLS, **SMALL, n_jobs=3), tmp_path / "beside", progress_bar=True
+        CompareConfig(**CELLS, **SMALL, n_jobs=3),
+        tmp_path / "beside",
+        resume=True,
+        progress_bar=True,
     )
+    assert len(histories) == 1
+    assert all(path.stat().st_mtime_ns == before for path, before in histories.items())
     assert without_time(beside.summary()) == without_time(in_turn.summary())
     tables = [(tmp_path / name / "comparison.md").read_text() for name in ("in_turn", "beside")]
     assert tables[0] == tables[1]
     shown = capfd.readouterr().err
-    assert "digits-fully_rotated-none-1: done" in shown
+    assert "digits-fully_rotated-evidence-1: done" in shown
     assert "2/2" in shown
 
 
-def test_finished_runs_are_not_run_again(tmp_path):
-    compare(CompareConfig(**CELLS | {"methods": ("none",)}, **SMALL), tmp_path)
-    histories = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/history.jsonl")}
-    found = compare(CompareConfig(**CELLS, **SMALL, n_jobs=2), tmp_path, resume=True)
-    assert found.methods == ["evidence", "none"]
-    assert len(histories) == 1
-    assert all(path.stat().st_mtime_ns == before for path, before in histories.items())
-
-
+@pytest.mark.usefixtures("_one_thread", "forked")
 def test_nothing_is_kept_without_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = compare(CompareConfig(**CELLS, **SMALL, n_jobs=2))
-    assert len(found.summary()) == 2
+    in_turn = compare(CompareConfig(**CELLS, **SMALL))
+    assert without_time(found.summary()) == without_time(in_turn.summary())
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_does_not_end_the_others(tmp_path):
     good, bad = LearnConfig(method="none", **SMALL), LearnConfig(data="nothing", **SMALL)
     with pytest.raises(FailedRuns, match=r"1 of 2 runs failed.*bad: unknown source 'nothing'"):
@@ -131,28 +152,49 @@ def until(condition, seconds=240):
     raise AssertionError("it never came true")
 
 
-@pytest.mark.skipif(
+NO_CHILDREN = pytest.mark.skipif(
     not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="/proc has no children"
 )
-@pytest.mark.parametrize(
-    "how",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
+ENDLESS = "compare --data digits --epochs 100000 --method none fixed --search off --jobs 2 --out"
+
+
+def running_children(pid, tmp_path):
+    """Return the two processes of a process, when both have got somewhere."""
+    children = until(lambda: len(found := children_of(pid)) == 2 and found)
+    until(lambda: len(list(tmp_path.glob("out/*/history.jsonl"))) == 2)
+    return children
+
+
+def heard(words):
+    """Run the program; whoever was started in the background ignores interrupts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    cli.main(words)
+
+
+@NO_CHILDREN
+def test_no_process_is_left_behind_by_an_interrupt(tmp_path, forked):
+    words, log = [*ENDLESS.split(), str(tmp_path / "out")], tmp_path / "log"
+    parent = processes.start(heard, words, log=log)
+    children = running_children(parent.pid, tmp_path)
+    os.kill(parent.pid, signal.SIGINT)
+    parent.join(60)
+    until(lambda: not any(map(is_alive, children)), 60)
+    assert parent.exitcode == 1
+    assert "interrupted; the same command with --resume continues" in log.read_text()
+
+
+@pytest.mark.slow
+@NO_CHILDREN
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_behind(tmp_path, how):
-    words = "compare --data digits --epochs 100000 --method none fixed --search off --jobs 2 --out"
-    command = [sys.executable, "-m", "laplace_invariance", *words.split(), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "laplace_invariance", *ENDLESS.split(), str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     # programs that were started in the background ignore interrupts
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, preexec_fn=heard
     ) as parent:
-        children = until(lambda: len(found := children_of(parent.pid)) == 2 and found)
-        until(lambda: len(list(tmp_path.glob("out/*/history.jsonl"))) == 2)
+        children = running_children(parent.pid, tmp_path)
         parent.send_signal(how)
         said = parent.stderr.read().decode()
         parent.wait(60)

@@ -102,8 +102,9 @@ def test_finished_run_is_read_and_not_overwritten(finished):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
 
 
-def test_interrupted_run_resumes(finished, tmp_path, monkeypatch):
-    config, _, whole = finished
+def test_interrupted_run_resumes(tmp_path, monkeypatch):
+    config = LayersConfig(kind="conv+s_conv", **SMALL)
+    whole = layers(config)
 
     def dies_after_one_epoch(record, model):
         raise KeyboardInterrupt
@@ -216,7 +217,8 @@ def small_search(monkeypatch):
 
 
 def test_search_is_told_kept_and_resumed(tmp_path, small_search):
-    config = LayersConfig(start="search", task="digit", **SMALL | {"n_train": 20, "batch_size": 20})
+    few = {"kind": "conv+s_conv", "n_train": 20, "batch_size": 20, "n_epochs": 1}
+    config = LayersConfig(start="search", task="digit", **SMALL | few)
     result = layers(config, tmp_path)
     found = marglik.SearchResult.from_state_dict(result.search)
     assert f"starts at: {found.best}" in str(result)

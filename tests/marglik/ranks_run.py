@@ -1,13 +1,8 @@
-"""Train in one of several processes: python ranks_run.py RANK SIZE DIRECTORY CASE [CASE ...]
-
-The results of a case are written to DIRECTORY/CASE-RANK.pt.
-"""
+"""What one of several processes does: train, case by case, and write what must be equal."""
 
 import resource
 import signal
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +26,7 @@ CASES = {
     "tolerance": {"estimator": Running(every=1, tolerance=0.3)},
     "regression": RUNNING | {"likelihood": "regression"},
     "augerino": {"objective": Augerino(0.1), "lr_aug": 0.02},
-    "search": RUNNING | {"search": Search(n_steps=4, keep=2, n_examples=20), "n_epochs": 2},
+    "search": RUNNING | {"search": Search(n_steps=2, keep=2, n_examples=20), "n_epochs": 1},
     "sampler": RUNNING,
     "wrapped": RUNNING,
     "resumed": RUNNING,
@@ -78,7 +73,7 @@ def run(case, directory, ranks):
     """Train, and keep everything that must be equal."""
     torch.manual_seed(ranks.rank if case == "other-data" else 0)
     data = labelled_points(N, classes=0 if case == "regression" else 3)
-    arguments = {"n_epochs": 5, "valid_loader": DataLoader(labelled_points(9), 4)} | CASES[case]
+    arguments = {"n_epochs": 3, "valid_loader": DataLoader(labelled_points(9), 4)} | CASES[case]
     loader = loader_of(case, data, ranks)
     model = model_of(case, ranks)
     if case == "regression":
@@ -111,20 +106,17 @@ def run(case, directory, ranks):
     }
 
 
-if __name__ == "__main__":
-    rank, size, directory, *cases = sys.argv[1:]
-    directory = Path(directory)
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    if int(size) > 1:
+def main(rank, size, directory, *cases):
+    """Write the results of each case to ``directory/case-rank.pt``."""
+    if size > 1:
         dist.init_process_group(
             "gloo",
             init_method=f"file://{directory / 'meeting'}",
-            rank=int(rank),
-            world_size=int(size),
+            rank=rank,
+            world_size=size,
             timeout=timedelta(seconds=60),
         )
-    ranks = li.marglik.ranks.Ranks(int(rank), int(size))
+    ranks = li.marglik.ranks.Ranks(rank, size)
     for case in cases:
         try:
             found = run(case, directory, ranks)
@@ -132,5 +124,5 @@ if __name__ == "__main__":
             found = {"error": f"{type(error).__name__}: {error}"}
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         torch.save(found, directory / f"{case}-{rank}.pt")
-    if int(size) > 1:
+    if size > 1:
         dist.destroy_process_group()

@@ -6,12 +6,10 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
 from builders import (
@@ -79,14 +77,15 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("epoch", [1, 3, 6], ids="stopped after epoch {}".format)
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path, epoch, estimator):
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, estimator):
+    """Stopped again and again: after the first epoch, in the middle, and after the last."""
     options = ESTIMATORS[estimator]
     whole = noisy_run(tmp_path, "whole", **options)
-    with pytest.raises(Stop):
-        noisy_run(tmp_path, callbacks=[stopping_after(epoch)], **options)
-    with (tmp_path / "run.jsonl").open("a") as file:
-        file.write('{"epoch": 99}\n{"epo')  # what a killed process may leave
+    for epoch in (1, 3, 6):
+        with pytest.raises(Stop):
+            noisy_run(tmp_path, callbacks=[stopping_after(epoch)], resume=True, **options)
+        with (tmp_path / "run.jsonl").open("a") as file:
+            file.write('{"epoch": 99}\n{"epo')  # what a killed process may leave
     resumed = noisy_run(tmp_path, resume=True, **options)
     assert_bit_equal(whole, resumed)
     assert read_history(tmp_path / "run.jsonl") == without_times(whole.history)
@@ -104,40 +103,51 @@ def test_resume_can_train_for_longer(tmp_path):
         noisy_run(tmp_path, resume=True, n_epochs=4)
 
 
-def start_process(directory, name, n_epochs):
+def run_or_resume(directory, n_epochs, out):
+    result = noisy_run(directory, n_epochs=n_epochs, resume=True)
+    found = dict(result.model.state_dict())
+    found["prior_precision"] = result.prior_precision
+    found["losses"] = torch.tensor(result.losses)
+    found["margliks"] = torch.tensor(result.margliks)
+    torch.save(found, out)
+
+
+def start_process(directory, name, n_epochs, method):
     """Start a run in a process of its own, which resumes if there is a checkpoint."""
     (directory / name).mkdir(exist_ok=True)
-    script = Path(__file__).with_name("resumable_run.py")
-    tests = str(script.parents[1])
-    path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
-    arguments = [str(directory / name), str(n_epochs), str(directory / f"{name}.out")]
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    arguments = (directory / name, n_epochs, directory / f"{name}.out")
+    log = directory / f"{name}.log"
+    return processes.start(run_or_resume, *arguments, log=log, method=method)
 
 
 def written_at(path):
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def test_killed_run_resumes_bit_equal(tmp_path):
+@pytest.mark.parametrize(
+    "method", [processes.METHOD, pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_killed_run_resumes_bit_equal(tmp_path, method):
     """SIGKILL at random moments, again and again until the run gets through."""
-    n_epochs = 14
-    assert start_process(tmp_path, "whole", n_epochs).wait() == 0
+    n_epochs = 10
+    process = start_process(tmp_path, "whole", n_epochs, method)
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "whole.log").read_text()
     moments = random.Random(0)
     checkpoint = tmp_path / "killed" / "run.pt"
     kills = 0
     while True:
         before = written_at(checkpoint)
-        process = start_process(tmp_path, "killed", n_epochs)
-        while process.poll() is None and written_at(checkpoint) == before:
+        process = start_process(tmp_path, "killed", n_epochs, method)
+        while process.is_alive() and written_at(checkpoint) == before:
             time.sleep(0.005)  # until it has got somewhere
         if kills < 2:
-            time.sleep(moments.uniform(0, 0.3))
-            process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:
+            time.sleep(moments.uniform(0, 0.1))
+            process.kill()
+        process.join()
+        if process.exitcode == 0:
             break
+        assert process.exitcode == -signal.SIGKILL, (tmp_path / "killed.log").read_text()
         kills += 1
     assert kills >= 2
     names = ("whole", "killed")

@@ -1,16 +1,13 @@
 """Several processes: the same result as one, to round-off; what they share out; what is refused."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import laplace
+import processes
 import pytest
+import ranks_run
 import torch
 import torch.distributed as dist
 from builders import invariant_network, labelled_points
@@ -26,7 +23,6 @@ from laplace_invariance.marglik.ranks import ALONE, Ranks, _shared_out, whole_lo
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker runs the processes, for all tests
 
-SCRIPT = Path(__file__).parent / "ranks_run.py"
 EQUAL = ("running", "refit", "regression", "search", "sampler", "resumed")
 FURTHER = ("diag", "full", "last-layer", "tolerance", "augerino", "wrapped")  # in the slow tests
 DIFFERENT = ("dropout", "batch-norm")  # masks and statistics are those of a rank's rows
@@ -36,38 +32,31 @@ CASES = (*EQUAL, *DIFFERENT, *REFUSED)
 
 def start(rank, size, directory, *cases):
     """Start one process, with all that it prints in a file."""
-    directory.mkdir(exist_ok=True)
-    with (directory / f"log-{rank}").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), str(size), directory, *cases],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    log = directory / f"log-{rank}"
+    return processes.start(ranks_run.main, rank, size, directory, *cases, log=log)
 
 
-def finish(processes, directory, seconds=240):
+def finish(running, directory, seconds=240):
     """Wait for processes, and fail with what they printed if one hangs or fails."""
-    try:
-        codes = [process.wait(seconds) for process in processes]
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            process.kill()
-        codes = ["hangs"]
+    for process in running:
+        process.join(seconds)
+    codes = [process.exitcode for process in running]  # None if it hangs
+    for process in running:
+        process.kill()
     texts = "".join(path.read_text()[-3000:] for path in directory.glob("log-*"))
-    assert codes == [0] * len(processes), texts
+    assert codes == [0] * len(running), texts
 
 
 def results_of(cases, tmp_path_factory):
     """Return results by number of processes, case and rank."""
     found = {}
-    running = []
+    started = []
     for size in (1, 2):
         directory = tmp_path_factory.mktemp(f"ranks-{size}")
-        processes = [start(rank, size, directory, *cases) for rank in range(size)]
-        running.append((size, processes, directory))
-    for size, processes, directory in running:
-        finish(processes, directory)
+        running = [start(rank, size, directory, *cases) for rank in range(size)]
+        started.append((size, running, directory))
+    for size, running, directory in started:
+        finish(running, directory)
         for case in cases:
             for rank in range(size):
                 path = directory / f"{case}-{rank}.pt"
@@ -110,24 +99,25 @@ def assert_equal(found, wanted, **tolerances):
 
 
 def test_a_rank_that_dies_ends_the_run_which_resumes(tmp_path):
-    processes = [start(rank, 2, tmp_path, "killed") for rank in range(2)]
+    running = [start(rank, 2, tmp_path, "killed") for rank in range(2)]
     checkpoint = tmp_path / "killed.pt"
     waited_until = time.monotonic() + 60
     while not checkpoint.exists() and time.monotonic() < waited_until:
         time.sleep(0.05)
-    time.sleep(0.5)
-    processes[1].send_signal(signal.SIGKILL)
-    assert processes[0].wait(60) != 0, (tmp_path / "log-0").read_text()
+    time.sleep(0.1)
+    running[1].kill()
+    running[0].join(60)
+    assert running[0].exitcode, (tmp_path / "log-0").read_text()
     before = torch.load(checkpoint, weights_only=True)["run"]["epoch"]
     (tmp_path / "meeting").unlink(missing_ok=True)
-    processes = [start(rank, 2, tmp_path, "killed") for rank in range(2)]
+    running = [start(rank, 2, tmp_path, "killed") for rank in range(2)]
     while time.monotonic() < waited_until + 60:
-        time.sleep(0.2)
+        time.sleep(0.1)
         if torch.load(checkpoint, weights_only=True)["run"]["epoch"] > before + 2:
             break
-    for process in processes:
+    for process in running:
         process.kill()
-        process.wait()
+        process.join()
     assert torch.load(checkpoint, weights_only=True)["run"]["epoch"] > before + 2
 
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -87,6 +87,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls are of this kind
         kwargs = kwargs or {}
         known, answer = _answer(func, args, kwargs)
         if known:
@@ -134,7 +136,6 @@ def on_shapes(free: Iterable[Tensor] = ()) -> Iterator[tuple[Meter, Callable[[Te
         return shape
 
     # what only the garbage collector frees would be there or not by chance
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
