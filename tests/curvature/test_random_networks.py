@@ -125,7 +125,7 @@ def check_gradients(case, structure="kron"):
 
 @FEW
 @given(cases)
-def test_twenty_networks(case):
+def test_fifty_networks(case):
     check_every_property(case)
 
 
