@@ -27,7 +27,7 @@ OPTIONS = {
     "phases": (Phase.explicit, Phase.generate),  # networks are short, and shrinking takes minutes
     "suppress_health_check": list(HealthCheck),
 }
-FEW = settings(max_examples=int(os.environ.get("NETWORKS", "20")), **OPTIONS)
+FEW = settings(max_examples=int(os.environ.get("NETWORKS", "50")), **OPTIONS)
 MANY = settings(max_examples=500, **OPTIONS | {"derandomize": False})
 
 
