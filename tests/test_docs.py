@@ -101,7 +101,7 @@ class Recurrent(nn.Module):
 def test_the_table_of_check_model_is_what_it_prints():
     torch.set_default_dtype(torch.float32)
     table = str(check_model(Recurrent(), torch.randn(2, 5, 4)))
-    assert table in (DOCS / "curvature.md").read_text()
+    assert table in (DOCS / "own-networks.md").read_text()
 
 
 # Commands.
@@ -162,10 +162,24 @@ def test_no_two_headings_of_a_page_are_the_same(page):
     assert len(anchors(page)) == len(set(anchors(page)))
 
 
+def navigation():
+    """Return the pages in the navigation of the site."""
+    return re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+
 @pages(*(page for page in PAGES if page.parent == DOCS and page.name != "README.md"))
 def test_every_page_is_in_both_indices(page):
     assert page.name in links(DOCS / "README.md")
-    assert f"docs/{page.name}" in links(README)
+    assert page.name in navigation()
+
+
+def test_the_front_page_leads_to_every_guide():
+    """Guides are the pages of the first table of the index."""
+    index = (DOCS / "README.md").read_text()
+    guides = re.findall(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", index.split("\n## ")[1], re.MULTILINE)
+    assert len(guides) > 10
+    assert {f"docs/{guide}" for guide in guides} <= {link.split("#")[0] for link in links(README)}
+    assert "docs/README.md" in links(README)
 
 
 # The front page.
