@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--table", action="store_true", help="print the tables, train nothing")
-    parser.add_argument("--write", action="store_true", help="keep the tables in docs/fine-tuning.md")
+    parser.add_argument("--write", action="store_true", help="keep them in docs/fine-tuning.md")
     arguments = parser.parse_args()
     if not arguments.table:
         for case in arguments.cases:

@@ -47,7 +47,7 @@ def broken(site: Path, path: Path, pages: dict[Path, Page]) -> list[str]:
     page = pages[path]
     for address in (*page.fetched, *page.links):
         parts = urlsplit(address)
-        if parts.scheme:
+        if parts.scheme or parts.netloc:
             continue
         target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
         if target.is_dir():

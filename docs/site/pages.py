@@ -1,19 +1,24 @@
 """Hooks of mkdocs: pages from outside of ``docs``, and links as the site needs them.
 
 Pages in the repository link to one another by relative paths, as GitHub shows them. The site has
-``benchmarks/README.md`` and others as pages of its own, and scripts as pages with their code, so
-links to them are rewritten. A link to any other file outside of ``docs`` ends the build.
+``benchmarks/README.md`` and others as pages of its own, notebooks with their outputs, and scripts
+as pages with their code, so links to them are rewritten. A link to any other file outside of
+``docs`` ends the build.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads hooks from files
+import notebooks
 
 ROOT = Path(__file__).parents[2]
 # pages of the site by their path in the repository; README.md is the front page of both
@@ -22,7 +27,13 @@ PAGES = {
     "CHANGELOG.md": "changes.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-CODE = ("examples/*.py", "benchmarks/*.json", "benchmarks/results/*.json", "docs/make_picture.py")
+CODE = (
+    "examples/*.py",
+    "benchmarks/*.json",
+    "benchmarks/results/*.json",
+    "docs/make_picture.py",
+    "laplace_invariance/curvature/__init__.py",
+)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 BLOCK = re.compile(r"(^```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
 
@@ -31,6 +42,12 @@ def code_pages() -> dict[str, str]:
     """Return the pages that show a file, by the path of the file in the repository."""
     files = [path for pattern in CODE for path in sorted(ROOT.glob(pattern))]
     return {path.relative_to(ROOT).as_posix(): f"files/{path.name}.md" for path in files}
+
+
+def tutorials() -> dict[str, str]:
+    """Return the pages of notebooks, by the path of the notebook in the repository."""
+    stems = [path.stem for path in sorted(notebooks.TUTORIALS.glob("*.ipynb"))]
+    return {f"docs/tutorials/{stem}.ipynb": f"tutorials/{stem}.md" for stem in stems}
 
 
 def code_page(path: Path) -> str:
@@ -47,6 +64,12 @@ def on_files(files: Files, config: Any) -> Files:
         if source != "README.md":
             text = (ROOT / source).read_text()
             files.append(File.generated(config, page, content=text))
+    for source, page in tutorials().items():
+        stem = Path(source).stem
+        text, pictures = notebooks.as_markdown(notebooks.read(ROOT / source), stem)
+        files.append(File.generated(config, page, content=text))
+        for name, content in pictures.items():
+            files.append(File.generated(config, f"tutorials/{name}", content=content))
     for source, page in code_pages().items():
         made = File.generated(config, page, content=code_page(ROOT / source))
         made.inclusion = made.inclusion.NOT_IN_NAV
@@ -56,7 +79,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrite links of a page, but for those in blocks of code."""
-    known = {**PAGES, **code_pages()}
+    known = {**PAGES, **tutorials(), **code_pages()}
     homes = {target: source for source, target in known.items() if target != "README.md"}
     source = homes.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     here = posixpath.dirname(page.file.src_uri)
