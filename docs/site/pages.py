@@ -25,8 +25,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": "README.md",
     "CHANGELOG.md": "changes.md",
+    "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+PAGES = {source: page for source, page in PAGES.items() if (ROOT / source).exists()}
 CODE = (
     "examples/*.py",
     "benchmarks/*.json",
