@@ -3,9 +3,10 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+DOCS   := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo docs tutorials clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -89,5 +90,16 @@ zoo: $(READY)  ## which networks of torchvision, timm and transformers are cover
 	$(BIN)/pip install --quiet -e .[zoo]
 	$(BIN)/python benchmarks/bench_zoo.py --write
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $(DOCS)
+
+docs: $(DOCS)  ## build the documentation into site/, and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python docs/site/check.py site
+
+tutorials: $(READY)  ## run the notebooks of docs/tutorials, and keep what they show, minutes
+	$(BIN)/python -W ignore docs/site/notebooks.py
+
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

@@ -2,7 +2,7 @@
 
 ``python benchmarks/bench_fine_tuning.py`` runs what is missing, and writes one file per case to
 benchmarks/results/fine_tuning; ``--table`` prints the tables of what is there, and ``--write``
-keeps them in docs/examples.md.
+keeps them in docs/fine-tuning.md.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--table", action="store_true", help="print the tables, train nothing")
-    parser.add_argument("--write", action="store_true", help="keep the tables in docs/examples.md")
+    parser.add_argument("--write", action="store_true", help="keep them in docs/fine-tuning.md")
     arguments = parser.parse_args()
     if not arguments.table:
         for case in arguments.cases:
@@ -75,7 +75,7 @@ def main() -> None:
         sys.exit("there is no result yet")
     print(text)
     if arguments.write:
-        bench.write("fine tuning", text, "docs/examples.md")
+        bench.write("fine tuning", text, "docs/fine-tuning.md")
 
 
 if __name__ == "__main__":

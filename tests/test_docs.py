@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-import laplace_invariance.layers  # noqa: F401  (registers its rules before a page runs)
+import laplace_invariance as li
+import laplace_invariance.layers  # (registers its rules before a page runs)
 from laplace_invariance import cli
 from laplace_invariance.curvature import check_model, rules
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
+FIRST = DOCS / "getting-started.md"
 PAGES = [README, *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
@@ -86,10 +88,27 @@ def test_the_program_of_the_readme_learns(capsys, shorter):
     assert degrees > 160
 
 
-@pages(*(page for page in PAGES if page != README and programs(page)))
+@pages(*(page for page in PAGES if page not in (README, FIRST) and programs(page)))
 @pytest.mark.usefixtures("_as_a_user")
 def test_the_programs_of_a_page_run(page):
     run(page)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_as_a_user")
+def test_getting_started_gets_from_a_file_to_a_transform(capsys):
+    """Its programs and its command, in the order of the page."""
+    first, last = programs(FIRST)
+    (command,) = commands(FIRST)
+    torch.manual_seed(0)
+    names = {"__name__": FIRST.stem}
+    exec(first.text, names)
+    assert cli.main([*command, "--quiet"]) in (0, None)
+    capsys.readouterr()
+    exec(last.text, names)
+    degrees = float(re.search(r"±([\d.]+) degrees", capsys.readouterr().out)[1])
+    assert 20 < degrees < 110  # 45 in truth
+    assert names["probabilities"].shape == (len(names["x_test"]), 10)
 
 
 def test_pages_with_programs_are_found():
@@ -117,7 +136,7 @@ class Recurrent(nn.Module):
 def test_the_table_of_check_model_is_what_it_prints():
     torch.set_default_dtype(torch.float32)
     table = str(check_model(Recurrent(), torch.randn(2, 5, 4)))
-    assert table in (DOCS / "curvature.md").read_text()
+    assert table in (DOCS / "own-networks.md").read_text()
 
 
 # Commands.
@@ -178,10 +197,24 @@ def test_no_two_headings_of_a_page_are_the_same(page):
     assert len(anchors(page)) == len(set(anchors(page)))
 
 
+def navigation():
+    """Return the pages in the navigation of the site."""
+    return re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+
 @pages(*(page for page in PAGES if page.parent == DOCS and page.name != "README.md"))
 def test_every_page_is_in_both_indices(page):
     assert page.name in links(DOCS / "README.md")
-    assert f"docs/{page.name}" in links(README)
+    assert page.name in navigation()
+
+
+def test_the_front_page_leads_to_every_guide():
+    """Guides are the pages of the first table of the index."""
+    index = (DOCS / "README.md").read_text()
+    guides = re.findall(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", index.split("\n## ")[1], re.MULTILINE)
+    assert len(guides) > 10
+    assert {f"docs/{guide}" for guide in guides} <= {link.split("#")[0] for link in links(README)}
+    assert "docs/README.md" in links(README)
 
 
 # The front page.
@@ -194,22 +227,34 @@ def test_the_readme_is_short():
 def test_the_picture_is_small():
     (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text())
     content = (ROOT / picture).read_bytes()
-    assert content.startswith(b"\x89PNG")
-    assert len(content) < 200_000
+    assert content.startswith(b"GIF89a")
+    assert len(content) < 400_000
 
 
 @pytest.mark.slow
 def test_the_picture_is_drawn_by_its_script(tmp_path):
-    picture = tmp_path / "learnt.png"
+    picture = tmp_path / "learnt.gif"
     command = [sys.executable, "-W", "ignore", str(DOCS / "make_picture.py"), "--out", str(picture)]
     subprocess.run(command, check=True)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"GIF89a")
 
 
 @pages()
 def test_lines_of_prose_are_at_most_100_characters_wide(page):
     prose = without_blocks(page).splitlines()
     assert not [line for line in prose if len(line) > 100 and not line.startswith(("|", "!["))]
+
+
+# The reference.
+
+
+def test_the_reference_has_every_public_name():
+    index = (DOCS / "api" / "index.md").read_text()
+    listed = set(re.findall(r"^\| \[`li\.(\w+)`\]", index, re.MULTILINE))
+    assert listed == {*li.__all__, *li._SUBMODULES}
+    rendered = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    for module in li._SUBMODULES:
+        assert f"::: laplace_invariance.{module}\n" in rendered
 
 
 # Examples.

@@ -78,4 +78,4 @@ def test_the_tables_of_the_page_are_those_of_the_results(monkeypatch):
 
     tables = bench_fine_tuning.tables()
     assert tables
-    assert tables in (ROOT / "docs" / "examples.md").read_text()
+    assert tables in (ROOT / "docs" / "fine-tuning.md").read_text()
