@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo upstream test-laplace clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -88,6 +88,12 @@ bench-fine-tuning: $(READY)  ## fine-tune networks that were trained before; res
 zoo: $(READY)  ## which networks of torchvision, timm and transformers are covered; results that are there stay
 	$(BIN)/pip install --quiet -e .[zoo]
 	$(BIN)/python benchmarks/bench_zoo.py --write
+
+upstream: $(READY)  ## make upstream SDIST=file LAPLACE=checkout: try the change for laplace-torch
+	$(BIN)/python upstream/apply.py $(SDIST) $(LAPLACE)
+
+test-laplace: $(READY)  ## make test-laplace LAPLACE=checkout: run laplace-torch's tests on our backends
+	$(BIN)/python upstream/their_tests.py $(LAPLACE)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

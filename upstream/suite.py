@@ -37,7 +37,7 @@ class Outcome:
 
 
 def prepare(directory: Path, tests: Path, source: Path | None = None) -> None:
-    """Copy tests into a directory, and the source that they are to import, if not the installed one.
+    """Copy tests into a directory, and the source that they import, if not the installed one.
 
     Tests of a checkout cannot run where they are: the source of the checkout would be imported.
     """

@@ -34,6 +34,8 @@ transformed copies of each, ``rows`` = B * S, ``shared`` R positions at which on
 rows smaller than S splits the samples of an input, with a node for each part.
 """
 
+from typing import Any
+
 from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.curvature.check import check_model
 from laplace_invariance.curvature.constant import constant_curvature
@@ -43,7 +45,7 @@ from laplace_invariance.curvature.kron import (
     DifferentiableKronDecomposed,
     load_state_dict,
 )
-from laplace_invariance.curvature.names import BACKENDS, find_backend, import_backend
+from laplace_invariance.curvature.names import BACKENDS, LATER, find_backend, import_name
 from laplace_invariance.curvature.ntk import BoundEstimate, TangentKernelBound
 from laplace_invariance.curvature.rules import Block, ElementwiseBlock, MatrixBlock, register_rule
 
@@ -66,11 +68,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> type:
-    if name not in BACKENDS.values():  # backends of other packages are imported when asked for
+def __getattr__(name: str) -> Any:
+    if name not in LATER:  # what needs other packages is imported when asked for
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_backend(name)
+    return import_name(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *BACKENDS.values()})
+    return sorted({*globals(), *LATER})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from laplace.curvature.curvature import CurvatureInterface
 
-__all__ = ["BACKENDS", "AnyBackend", "find_backend", "import_backend"]
+__all__ = ["BACKENDS", "LATER", "AnyBackend", "find_backend", "import_name"]
 
 AnyBackend = str | type[CurvatureInterface]
 
@@ -21,10 +22,16 @@ BACKENDS = {
     "asdl-ef": "AsdlAugmentedEF",
 }
 _PACKAGE = "laplace_invariance.curvature"
-# By the beginning of the class name: the module here, the package there, and what to install
-_ENGINES = {
-    "BackPack": ("engines.backpack", "backpack", "backpack-for-pytorch"),
-    "Asdl": ("engines.asdl", "asdl", "asdfghjkl"),
+_BACKPACK = ("backpack", "backpack-for-pytorch")
+_ASDL = ("asdl", "asdfghjkl")
+# Names whose modules need another package: the module here, the package there, what to install
+LATER = {
+    "BackPackAugmentedGGN": ("engines.backpack", *_BACKPACK),
+    "BackPackAugmentedEF": ("engines.backpack", *_BACKPACK),
+    "register_backpack": ("plugins.backpack", *_BACKPACK),
+    "AsdlAugmentedGGN": ("engines.asdl", *_ASDL),
+    "AsdlAugmentedEF": ("engines.asdl", *_ASDL),
+    "register_asdl": ("plugins.asdl", *_ASDL),
 }
 
 
@@ -50,20 +57,17 @@ def find_backend(backend: AnyBackend) -> type[CurvatureInterface]:
         )
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; known names are {known}")
-    return import_backend(BACKENDS[backend])
+    name = BACKENDS[backend]
+    return import_name(name) if name in LATER else getattr(import_module(f"{_PACKAGE}.ggn"), name)
 
 
-def import_backend(name: str) -> type[CurvatureInterface]:
-    """Return a backend by the name of its class, importing the engine only now.
+def import_name(name: str) -> Any:
+    """Return what needs another package, importing it only now; ``name`` is a key of ``LATER``.
 
     Raises:
-        ImportError: The package that computes it is not installed.
+        ImportError: The package is not installed.
     """
-    for prefix, (module, package, distribution) in _ENGINES.items():
-        if name.startswith(prefix):
-            break
-    else:
-        return getattr(import_module(f"{_PACKAGE}.ggn"), name)
+    module, package, distribution = LATER[name]
     try:
         return getattr(import_module(f"{_PACKAGE}.{module}"), name)
     except ModuleNotFoundError as error:

@@ -72,11 +72,10 @@ def test_gradient_in_hyperparameters_of_the_backend(eta, model, loader, structur
     for i in range(len(eta)):
         evidences = []
         for sign in (1, -1):
-            with torch.no_grad():
-                eta[i] += sign * step
-                evidences.append(fitted(model, loader, structure).log_marginal_likelihood())
-                eta[i] -= sign * step
-        expected = (evidences[0] - evidences[1]) / (2 * step)
+            eta.data[i] += sign * step
+            evidences.append(fitted(model, loader, structure).log_marginal_likelihood())
+            eta.data[i] -= sign * step
+        expected = (evidences[0] - evidences[1]).detach() / (2 * step)
         torch.testing.assert_close(eta.grad[i], expected, rtol=1e-6, atol=1e-6)
 
 
@@ -92,7 +91,7 @@ def test_priors_can_be_optimized_after_the_gradient_was_taken(eta, model, loader
 
 @pytest.mark.parametrize("structure", structures)
 def test_marglik_training_takes_several_steps(eta, model, loader, structure):
-    la, _, margliks, _ = marglik_training(
+    _, _, margliks, _ = marglik_training(
         model,
         loader,
         "regression",
@@ -125,5 +124,6 @@ def test_a_subclass_may_have_a_sum_of_its_own(model):
     factors = Diagonals([[torch.ones(len(F)).double() for F in own] for own in zeros.kfacs])
     total = zeros + factors + factors
     assert type(total) is Diagonals
-    torch.testing.assert_close(total.diag(), 2 ** torch.tensor([len(F) for F in total.kfacs]
-        ).repeat_interleave(torch.tensor([p.numel() for p in model.parameters()])).double())
+    for own in total.kfacs:
+        for F in own:
+            torch.testing.assert_close(F, torch.full((len(F),), 2.0).double())

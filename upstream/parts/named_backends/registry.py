@@ -60,9 +60,7 @@ def find_backend(
 
     found = {point.value: point for point in _entry_points() if point.name == backend}
     if not found:
-        raise ValueError(
-            f"Unknown backend {backend!r}. Known are: {', '.join(backend_names())}."
-        )
+        raise ValueError(f"Unknown backend {backend!r}. Known are: {', '.join(backend_names())}.")
     if len(found) > 1:
         raise ValueError(
             f"Several packages offer a backend {backend!r}: {', '.join(sorted(found))}."

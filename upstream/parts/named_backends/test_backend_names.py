@@ -67,9 +67,7 @@ def test_what_is_no_name_stays(backend):
 def test_a_name_is_as_good_as_a_class(model, loader, subset_of_weights, hessian_structure):
     evidences = []
     for backend in ("curvlinops-ggn", CurvlinopsGGN):
-        la = Laplace(
-            model, "classification", subset_of_weights, hessian_structure, backend=backend
-        )
+        la = Laplace(model, "classification", subset_of_weights, hessian_structure, backend=backend)
         la.fit(loader)
         evidences.append(la.log_marginal_likelihood())
     torch.testing.assert_close(*evidences)
@@ -77,10 +75,8 @@ def test_a_name_is_as_good_as_a_class(model, loader, subset_of_weights, hessian_
 
 def test_names_for_subnetworks(model):
     indices = torch.LongTensor([0, 3])
-    kwargs = dict(subset_of_weights="subnetwork", hessian_structure="diag")
-    la = Laplace(
-        model, "classification", subnetwork_indices=indices, backend="asdl-ggn", **kwargs
-    )
+    kwargs = {"subset_of_weights": "subnetwork", "hessian_structure": "diag"}
+    la = Laplace(model, "classification", subnetwork_indices=indices, backend="asdl-ggn", **kwargs)
     assert isinstance(la.backend, AsdlGGN)
     with pytest.raises(ValueError, match="GGN and EF"):
         Laplace(
@@ -105,7 +101,7 @@ def test_names_for_marglik_training(model, loader):
 def test_backends_of_other_packages(offer, model):
     offer(("other-ggn", f"{__name__}:OtherGGN"))
     assert "other-ggn" in registry.backend_names()
-    la = Laplace(model, "classification", backend="other-ggn")
+    la = Laplace(model, "classification", "all", backend="other-ggn")
     assert isinstance(la.backend, OtherGGN)
 
 
