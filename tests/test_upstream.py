@@ -205,7 +205,7 @@ def test_new_tests_pass_after_the_change_and_not_before(checkout, tmp_path):
     rows = [line for line in done.stdout.splitlines() if line.startswith("| new")]
     assert len(rows) == 4
     for row in rows:
-        _, _, before, after, broken, _ = (cell.strip() for cell in row.split("|"))
+        _, _, _, before, after, broken, _ = (cell.strip() for cell in row.split("|"))
         assert "failed" in before or "error" in before
         assert "failed" not in after
         assert broken == "0"

@@ -84,6 +84,7 @@ class Trial:
             found.append(run(place, report, arguments))
         before, after = found
         return {
+            "files": sorted({one.test.partition("::")[0] for one in after}),
             "before": counts(before),
             "after": counts(after),
             "broken": [one.id for one in broken(before, after)],
@@ -92,13 +93,14 @@ class Trial:
 
 def table(results: dict[str, dict]) -> str:
     """Return the counts as a table."""
-    lines = ["| tests | before | after | broken |", "|---|---|---|---|"]
+    lines = ["| tests | files | before | after | broken |", "|---|---|---|---|---|"]
     for name, found in results.items():
         before, after = (
             ", ".join(f"{n} {how}" for how, n in found[state].items())
             for state in ("before", "after")
         )
-        lines.append(f"| {name} | {before} | {after} | {len(found['broken'])} |")
+        n_files, n_broken = len(found["files"]), len(found["broken"])
+        lines.append(f"| {name} | {n_files} | {before} | {after} | {n_broken} |")
     return "\n".join(lines) + "\n"
 
 

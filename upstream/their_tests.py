@@ -40,9 +40,9 @@ REASONS = {
     r"test_incompatible_backend": (
         "the test expects an error, as BackPACK needs all parameters to require grad; ours does not"
     ),
-    r"test_kron_ggn_(set_kfac_approx|stochastic)": (
-        "the test passes keyword arguments of curvlinops to `kron`, which ours has as options of "
-        "the backend"
+    r"test_(kron|full)_ggn_(set_kfac_approx|stochastic)": (
+        "the test passes keyword arguments of curvlinops to `kron` or `full`, which ours has as "
+        "options of the backend"
     ),
     r"test_complex_diag_ggn_stoch_cls": (
         "one random direction per input: unbiased as laplace-torch's sampled labels are, with more "

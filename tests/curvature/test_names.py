@@ -55,7 +55,8 @@ def test_training_planning_and_checking_take_names():
     loader = shuffled(labelled_points())
     result = li.marglik_training(model, loader, backend="backpack-ef", n_epochs=1)
     assert type(result.la.backend) is curvature.BackPackAugmentedEF
-    ef, ggn = (li.plan(model, loader, backend=name) for name in ("ef", "ggn"))
+    own = {"hessian_structure": "diag", "subset_of_weights": "last_layer"}
+    ef, ggn = (li.plan(model, loader, backend=name, **own) for name in ("ef", "ggn"))
     assert len(ef.choices) < len(ggn.choices)  # there are no columns to choose from
     assert str(check_model(model, backend="asdl-ggn")) == str(check_model(model))
 

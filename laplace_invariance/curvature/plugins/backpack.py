@@ -125,7 +125,8 @@ class _ByRules(ModuleExtension):
             raise NotImplementedError(
                 f"{type(module).__name__} has several inputs; BackPackAugmentedGGN can follow them"
             )
-        x, output = module.input0, module.output
+        x: Any = module.input0
+        output: Any = module.output
         columns = g_out[0].unsqueeze(0)
         if extension.expects_backpropagation_quantities():
             columns = extension.saved_quantities.retrieve_quantity(output.data_ptr(), True)
