@@ -8,6 +8,7 @@ one module: what is inside of it is left to the block.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -157,7 +158,8 @@ def _rerun(module: nn.Module, x: Tensor, output: Tensor) -> Iterator[tuple[Any, 
     if x.requires_grad:
         inputs.requires_grad_()
     # no extensions, and hooks that neither store tensors on modules nor take them off
-    with torch.enable_grad(), backpack(retain_graph=True), disable():
+    with torch.enable_grad(), backpack(retain_graph=True), disable(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
         own = _curvature_of(module)
         if own is None:
             outputs = module(inputs).flatten(1)
