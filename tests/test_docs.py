@@ -17,7 +17,8 @@ from laplace_invariance.curvature import check_model, rules
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [README, *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES += [ROOT / name / "README.md" for name in ("benchmarks", "upstream")]
 
 
 def name_of(path):
