@@ -6,7 +6,7 @@ READY  := $(VENV)/.installed
 DOCS   := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo docs tutorials clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo docs tutorials upstream test-laplace clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -100,6 +100,12 @@ docs: $(DOCS)  ## build the documentation into site/, and check its links
 
 tutorials: $(READY)  ## run the notebooks of docs/tutorials, and keep what they show, minutes
 	$(BIN)/python -W ignore docs/site/notebooks.py
+
+upstream: $(READY)  ## make upstream SDIST=file LAPLACE=checkout: try the change for laplace-torch
+	$(BIN)/python upstream/apply.py $(SDIST) $(LAPLACE)
+
+test-laplace: $(READY)  ## make test-laplace LAPLACE=checkout: run laplace-torch's tests on our backends
+	$(BIN)/python upstream/their_tests.py $(LAPLACE)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist site *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

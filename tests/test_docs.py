@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 FIRST = DOCS / "getting-started.md"
-PAGES = [README, *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES += [ROOT / name / "README.md" for name in ("benchmarks", "upstream")]
 
 
 def name_of(path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from laplace import Laplace
+from laplace.curvature import CurvlinopsGGN
 from laplace.utils.matrix import Kron
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -214,7 +215,9 @@ def test_wrong_arguments_are_refused():
         li.plan(model, loader, subset_of_weights="first_layer")
     with pytest.raises(ValueError, match="memory must be a positive number of bytes, got 0"):
         li.plan(model, loader, memory=0)
-    with pytest.raises(TypeError, match="backend must be a class such as AugmentedGGN"):
+    with pytest.raises(TypeError, match="backends such as AugmentedGGN can be planned"):
+        li.plan(model, loader, backend=CurvlinopsGGN)
+    with pytest.raises(ValueError, match="there is no backend 'AugmentedGGN'; known names are"):
         li.plan(model, loader, backend="AugmentedGGN")
     with pytest.raises(ValueError, match="the loader has no batch"):
         li.plan(model, DataLoader(TensorDataset(torch.rand(0, 1, 8, 8), torch.zeros(0))))

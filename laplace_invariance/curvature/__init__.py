@@ -34,7 +34,7 @@ transformed copies of each, ``rows`` = B * S, ``shared`` R positions at which on
 rows smaller than S splits the samples of an input, with a node for each part.
 """
 
-from importlib import import_module
+from typing import Any
 
 from laplace_invariance import _laplace  # noqa: F401
 from laplace_invariance.curvature.check import check_model
@@ -45,19 +45,12 @@ from laplace_invariance.curvature.kron import (
     DifferentiableKronDecomposed,
     load_state_dict,
 )
+from laplace_invariance.curvature.names import BACKENDS, LATER, find_backend, import_name
 from laplace_invariance.curvature.ntk import BoundEstimate, TangentKernelBound
 from laplace_invariance.curvature.rules import Block, ElementwiseBlock, MatrixBlock, register_rule
 
-# Engines of other packages, imported when asked for:
-# name -> (module here, package there, what to install)
-_ENGINES = {
-    "AsdlAugmentedEF": ("engines.asdl", "asdl", "asdfghjkl"),
-    "AsdlAugmentedGGN": ("engines.asdl", "asdl", "asdfghjkl"),
-    "BackPackAugmentedEF": ("engines.backpack", "backpack", "backpack-for-pytorch"),
-    "BackPackAugmentedGGN": ("engines.backpack", "backpack", "backpack-for-pytorch"),
-}
-
 __all__ = [
+    "BACKENDS",
     "AugmentedEF",
     "AugmentedGGN",
     "Block",
@@ -69,24 +62,17 @@ __all__ = [
     "TangentKernelBound",
     "check_model",
     "constant_curvature",
+    "find_backend",
     "load_state_dict",
     "register_rule",
 ]
 
 
-def __getattr__(name: str) -> type:
-    if name not in _ENGINES:
+def __getattr__(name: str) -> Any:
+    if name not in LATER:  # what needs other packages is imported when asked for
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, package, distribution = _ENGINES[name]
-    try:
-        return getattr(import_module(f"{__name__}.{module}"), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != package:
-            raise
-        raise ImportError(
-            f"{name} needs the package {package!r}: pip install {distribution}"
-        ) from error
+    return import_name(name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ENGINES])
+    return sorted({*globals(), *LATER})

@@ -18,6 +18,7 @@ from laplace.curvature import (
 from torch import Tensor, nn
 
 from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature.names import AnyBackend, find_backend
 from laplace_invariance.curvature.trace.matching import Coverage, coverage, match
 from laplace_invariance.hyper import named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
@@ -82,7 +83,7 @@ def _verdict(row: Coverage) -> str:
 
 
 def check_model(
-    model: nn.Module, example: Any = None, backend: Backend = AugmentedGGN
+    model: nn.Module, example: Any = None, backend: AnyBackend = AugmentedGGN
 ) -> ModelReport:
     """Report which parameters Kronecker curvature covers, and why not the others.
 
@@ -93,20 +94,18 @@ def check_model(
         example: Inputs ``[batch, ...]`` of the model, two at least. With them the report is that of
             ``fit``: rules are verified, and parameters that are used outside of layers found.
             Without them it is by the classes of modules alone.
-        backend: The class that will be handed to ``laplace``. For one that is not ours, the report
-            says what it cannot do with samples and with layers that it does not know, which it may
-            compute wrongly without saying so.
+        backend: The class that will be handed to ``laplace``, or the name of one of ours. For one
+            that is not ours, the report says what it cannot do with samples and with layers that it
+            does not know, which it may compute wrongly without saying so.
 
     Raises:
         TypeError: ``backend`` is not a class of curvature backends, ``example`` is one, or weights
             are in half precision.
+        ValueError: There is no backend of this name.
     """
     if isinstance(example, type):
         raise TypeError(f"example must be inputs of the model; pass backend={example.__name__}")
-    if not (isinstance(backend, type) and issubclass(backend, CurvatureInterface)):
-        raise TypeError(
-            f"backend must be a class of curvature backends, such as AugmentedGGN; got {backend!r}"
-        )
+    backend = find_backend(backend)
     check_precision(model)
     with evaluation(model), as_written():
         rows = coverage(model)

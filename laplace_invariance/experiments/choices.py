@@ -18,7 +18,7 @@ LearnMethod = Literal[
     "evidence", "none", "augerino", "augerino-published", "fixed", "trivial-augment"
 ]
 Switch = Literal["on", "off"]
-Curvature = Literal["ggn", "ef"]
+Curvature = Literal["ggn", "ef", "backpack-ggn", "backpack-ef", "asdl-ggn", "asdl-ef"]
 Structure = Literal["kron", "diag", "full"]
 RangesPrior = Literal["layerwise", "scalar", "diag"]
 LayersMethod = Literal["evidence", "map"]
@@ -79,6 +79,10 @@ SEARCH: dict[Switch, str] = {
 CURVATURES: dict[Curvature, str] = {
     "ggn": "generalised Gauss-Newton",
     "ef": "empirical Fisher, from gradients alone",
+    "backpack-ggn": "the first, with BackPACK as the engine",
+    "backpack-ef": "the second, with BackPACK as the engine",
+    "asdl-ggn": "the first, with ASDL as the engine",
+    "asdl-ef": "the second, with ASDL as the engine",
 }
 STRUCTURES: dict[Structure, str] = {
     "kron": "Kronecker-factored",

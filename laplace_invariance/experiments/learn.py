@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laplace_invariance import datasets
 from laplace_invariance.augmentations import AffineImage
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
 from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import (
     BATCH,
@@ -54,7 +53,6 @@ from laplace_invariance.marglik import (
 from laplace_invariance.marglik.estimators import chosen_estimator
 
 __all__ = [
-    "CURVATURES",
     "LEARN_NETWORKS",
     "LearnConfig",
     "LearnResult",
@@ -63,8 +61,6 @@ __all__ = [
     "learn",
     "learnt_model",
 ]
-
-CURVATURES: dict[str, type[AugmentedGGN | AugmentedEF]] = {"ggn": AugmentedGGN, "ef": AugmentedEF}
 
 START_OF_AUGERINO = 0.1
 PUBLISHED_STRENGTH = 0.01  # of Augerino's reward, and
@@ -263,7 +259,7 @@ def _train(
         collate = _trivially_augmented
     loader = DataLoader(train, BATCH, shuffle=True, collate_fn=collate)
     recipe = cosine_recipe(config.n_epochs, len(loader))
-    if config.curvature == "ef":  # of gradients, whose directions are not sampled
+    if config.curvature.endswith("ef"):  # of gradients, whose directions are not sampled
         recipe["backend_kwargs"] = {}
     rate = config.lr_aug
     if config.method in ("augerino", "augerino-published"):
@@ -291,7 +287,7 @@ def _train(
         history=directory.path("history.jsonl"),
         resume=directory.resume,
         progress_bar=progress_bar,
-        backend=CURVATURES[config.curvature],
+        backend=config.curvature,
         **recipe,
     )
 
@@ -305,7 +301,7 @@ def _planned(
         loader,
         hessian_structure=config.structure,
         subset_of_weights=config.subset_of_weights,
-        backend=CURVATURES[config.curvature],
+        backend=config.curvature,
         backend_kwargs=options,
     )
     return found.summary()

@@ -17,7 +17,7 @@ from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.experiments import pictures
 from laplace_invariance.experiments.base import BATCH, SAMPLED, seeded
 from laplace_invariance.experiments.directory import RunDirectory
-from laplace_invariance.experiments.learn import CURVATURES, LearnResult, learn, learnt_model
+from laplace_invariance.experiments.learn import LearnResult, learn, learnt_model
 from laplace_invariance.experiments.options import ProfileConfig
 from laplace_invariance.experiments.reports import profile_report
 from laplace_invariance.marglik.profiles import Profile, profile_of
@@ -115,8 +115,8 @@ def _compute(
             subset_of_weights=config.subset_of_weights,
             hessian_structure=config.structure,
             prior_structure=config.prior_structure,
-            backend=CURVATURES[config.curvature],
-            backend_kwargs=SAMPLED if config.curvature == "ggn" else {},
+            backend=config.curvature,
+            backend_kwargs=SAMPLED if config.curvature.endswith("ggn") else {},
             checkpoint=directory.path("profile.json"),
             resume=directory.out is not None,
             progress_bar=progress_bar,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from laplace.curvature.curvature import CurvatureInterface
 from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.curvature.names import AnyBackend, find_backend
 from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
 from laplace_invariance.marglik.estimators import Refit
@@ -71,7 +71,7 @@ def settings_of_evidence(
     likelihood: str,
     *,
     hessian_structure: str = "kron",
-    backend: type[CurvatureInterface] = AugmentedGGN,
+    backend: AnyBackend = AugmentedGGN,
     backend_kwargs: dict[str, Any] | None = None,
     prior_structure: str | Sequence[str] = "layerwise",
     subset_of_weights: str = "all",
@@ -90,7 +90,7 @@ def settings_of_evidence(
             Refit(),
             subset_of_weights,
             hessian_structure,
-            backend,
+            find_backend(backend),
             backend_kwargs,
             temperature=1.0,
             enable_backprop=False,

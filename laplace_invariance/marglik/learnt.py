@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from laplace_invariance.augmentations.affine import warn_of_bright_borders
 from laplace_invariance.augmentations.base import Augmentation
+from laplace_invariance.curvature.ggn import AugmentedGGN
+from laplace_invariance.curvature.names import find_backend
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import Standardise
 from laplace_invariance.marglik.recipes import cosine_recipe
@@ -136,8 +138,9 @@ def learn_augmentation(
         "search": search,
         "marglik_batch_size": MARGLIK_BATCH,
     }
-    if likelihood == "regression":
-        arguments["backend_kwargs"] = {}
+    backend = find_backend(options.get("backend", "ggn"))
+    if likelihood == "regression" or not issubclass(backend, AugmentedGGN):
+        arguments["backend_kwargs"] = {}  # nothing to sample
     training = marglik_training(
         model, loader, likelihood, progress_bar=progress_bar, **(arguments | options)
     )

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from laplace.baselaplace import BaseLaplace
-from laplace.curvature.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.curvature.names import AnyBackend, find_backend
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.checkpoints import Journal
 from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
@@ -131,7 +131,7 @@ def marglik_training(
     train_loader: DataLoader,
     likelihood: str = "classification",
     hessian_structure: str = "kron",
-    backend: type[CurvatureInterface] = AugmentedGGN,
+    backend: AnyBackend = AugmentedGGN,
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.Adam,
     optimizer_kwargs: dict[str, Any] | None = None,
     scheduler_cls: type[LRScheduler] | None = None,
@@ -184,8 +184,9 @@ def marglik_training(
         train_loader: Loader of the training data, whose ``.dataset`` has a length.
         likelihood: Either ``"classification"`` or ``"regression"``.
         hessian_structure: Structure of the curvature: ``"kron"``, ``"diag"`` or ``"full"``.
-        backend: Curvature backend; hyperparameters need one of
-            :mod:`laplace_invariance.curvature`.
+        backend: Class of a curvature backend, or the name of one of ours: ``"ggn"``, ``"ef"``,
+            ``"backpack-ggn"``, ``"backpack-ef"``, ``"asdl-ggn"`` or ``"asdl-ef"``. Hyperparameters
+            need one of :mod:`laplace_invariance.curvature`.
         optimizer_cls: Optimiser of the weights, any class of ``torch.optim`` but ``LBFGS``.
         optimizer_kwargs: Arguments of the optimiser, such as ``{"lr": 1e-3}``. Weight decay is set
             to 0, because the prior replaces it.
@@ -290,7 +291,7 @@ def marglik_training(
             chosen,
             subset_of_weights,
             hessian_structure,
-            backend,
+            find_backend(backend),
             backend_kwargs,
             temperature,
             enable_backprop,

@@ -141,9 +141,9 @@ def test_ours_have_nothing_against_it(backend):
     assert model.training == training
 
 
-@pytest.mark.parametrize("backend", ["AugmentedGGN", int, nn.Linear(2, 2)])
+@pytest.mark.parametrize("backend", [int, nn.Linear(2, 2)])
 def test_backend_must_be_one(backend):
-    with pytest.raises(TypeError, match="backend must be a class of curvature backends"):
+    with pytest.raises(TypeError, match="a class of curvature backends such as"):
         check_model(plain(), backend=backend)
 
 

@@ -11,9 +11,10 @@ from laplace_invariance import AffineImage, datasets, variational
 from laplace_invariance.augmentations.base import DRAWS
 from laplace_invariance.autoencoder import LAYER_KINDS
 from laplace_invariance.cli import VERBS
+from laplace_invariance.curvature import BACKENDS
 from laplace_invariance.datasets.synthetic import PAIR_TASKS
 from laplace_invariance.experiments import choices
-from laplace_invariance.experiments.learn import CURVATURES, LEARN_NETWORKS
+from laplace_invariance.experiments.learn import LEARN_NETWORKS
 from laplace_invariance.experiments.options import (
     CompareConfig,
     DemoConfig,
@@ -33,7 +34,7 @@ from laplace_invariance.marglik.settings import STRUCTURES, SUBSETS
 KNOWN = {
     "Activation": variational.ACTIVATIONS,
     "Draws": DRAWS,
-    "Curvature": CURVATURES,
+    "Curvature": BACKENDS,
     "EstimatorName": ESTIMATORS,
     "LayersMethod": choices.LAYERS_METHODS,
     "LayersTask": choices.LAYERS_TASKS,

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.curvature.backend import AugmentedCurvature
 from laplace_invariance.curvature.ggn import AugmentedGGN
+from laplace_invariance.curvature.names import AnyBackend, find_backend
 from laplace_invariance.curvature.trace.chunks import part_of
 from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.marglik.plans.results import Choice, Plan, in_bytes, in_seconds
@@ -50,7 +51,7 @@ def plan(
     *,
     hessian_structure: str | None = None,
     subset_of_weights: str | None = None,
-    backend: type[AugmentedCurvature] = AugmentedGGN,
+    backend: AnyBackend = AugmentedGGN,
     backend_kwargs: dict[str, Any] | None = None,
     memory: int | None = None,
     dict_key_x: str = "input_ids",
@@ -70,7 +71,7 @@ def plan(
         likelihood: Either ``"classification"`` or ``"regression"``.
         hessian_structure: ``"kron"``, ``"diag"`` or ``"full"``; None plans all.
         subset_of_weights: ``"all"`` or ``"last_layer"``; None plans both.
-        backend: Curvature backend of :mod:`laplace_invariance.curvature`.
+        backend: Curvature backend of :mod:`laplace_invariance.curvature`, or its name.
         backend_kwargs: Options of the backend for all that is planned. With a choice of columns
             (``stochastic``, ``num_samples``, ``output_rank``) no others are planned.
         memory: Budget in bytes; None is what is available on the device of the model.
@@ -85,12 +86,13 @@ def plan(
     Warns:
         UserWarning: A decomposition of the first option is expected to take minutes.
     """
-    _check(hessian_structure, subset_of_weights, backend, memory)
+    ours = _ours(backend)
+    _check(hessian_structure, subset_of_weights, memory)
     keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
     with evaluation(model), torch.random.fork_rng(devices=[]):
         batch = _first_batch(model, loader, **keys)
         own = deepcopy(model)  # layers may keep what they computed, here of shapes alone
-        planner = _Planner(own, likelihood, backend, dict(backend_kwargs or {}), keys, batch)
+        planner = _Planner(own, likelihood, ours, dict(backend_kwargs or {}), keys, batch)
         options = planner.options(hessian_structure, subset_of_weights)
         choices = tuple(choice for option in options for choice in planner.choices(option))
         if memory is None:
@@ -104,13 +106,18 @@ def plan(
     return Plan(choices, planner.step.peak, memory, text, recommended)
 
 
-def _check(structure: str | None, subset: str | None, backend: Any, memory: int | None) -> None:
+def _ours(backend: AnyBackend) -> type[AugmentedCurvature]:
+    found = find_backend(backend)
+    if not issubclass(found, AugmentedCurvature):
+        raise TypeError(f"only backends such as AugmentedGGN can be planned, got {found.__name__}")
+    return found
+
+
+def _check(structure: str | None, subset: str | None, memory: int | None) -> None:
     if structure not in (None, "kron", "diag", "full"):
         raise ValueError(f"hessian_structure must be 'kron', 'diag' or 'full', got {structure!r}")
     if subset not in (None, "all", "last_layer"):
         raise ValueError(f"subset_of_weights must be 'all' or 'last_layer', got {subset!r}")
-    if not (isinstance(backend, type) and issubclass(backend, AugmentedCurvature)):
-        raise TypeError(f"backend must be a class such as AugmentedGGN, got {backend!r}")
     if memory is not None and memory <= 0:
         raise ValueError(f"memory must be a positive number of bytes, got {memory}")
 
