@@ -272,11 +272,11 @@ class GroupConv2d(GroupConvolution):
       on its own, with its own orientation of the filter; the weight is ``[D, C / groups, height,
       width]``.
 
-    The filters of the others are products, and the layers are one convolution after another, as
-    named; the last has the bias, and the layer itself no parameters.
+    The filters ``W(d, c, s, s u)`` of the others are products, and the layers are one convolution
+    after another, as named; the last has the bias, and the layer itself no parameters.
 
     - ``"separable"``: ``spatial(c, u) mixing(d, c, s)``.
-    - ``"pairwise"``: ``elements(d, c, s) spatial(d, c, u)``, separable for each pair of channels.
+    - ``"pairwise"``: ``spatial(d, c, u) mixing(d, c, s)``, separable for each pair of channels.
     - ``"depthwise"``: ``spatial(c, u) elements(c, s) channels(d, c)``.
 
     Args:
@@ -337,12 +337,13 @@ class GroupConv2d(GroupConvolution):
         check_features(type(self).__name__, x, self.group.order, self.in_channels)
         if not self.factors:
             return self.convolve(x, self.dense_weight(), self.bias)
-        for factor in self.factors:
+        first, *others = self.factors
+        x = first(x)
+        if self.kernel == "pairwise":  # from the outputs of each input to the inputs of each output
+            per_group = self.in_channels // self.groups
+            x = rearrange(x, "n (q c d) ... -> n (q d c) ...", q=self.groups, c=per_group)
+        for factor in others:
             x = factor(x)
-            if self.kernel == "pairwise" and factor is not self.factors[-1]:
-                # From the outputs of each input to the inputs of each output.
-                per_group = self.in_channels // self.groups
-                x = rearrange(x, "n (q c d) ... -> n (q d c) ...", q=self.groups, c=per_group)
         return x
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,7 +3,9 @@
 The kernel of a group convolution is a function of output and input channel ``d`` and ``c``, group
 element ``s`` and tap ``u``. A *full* one has a weight for each. A *pointwise* one is zero but for
 the identity element. Others are products of kernels that are full or pointwise, for one tap or one
-channel at a time, and the layer is one such convolution after another.
+channel at a time, and the layer is one such convolution after another. The first is over positions,
+in the orientation of the input's element: relative to that element, position and element of the
+output are the arguments of the product.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ __all__ = ["FACTORS", "KERNELS", "Factor", "factors_of"]
 # Names of the factors, in the order in which they are applied.
 FACTORS: dict[str, tuple[str, ...]] = {
     "separable": ("spatial", "mixing"),
-    "pairwise": ("elements", "spatial"),
+    "pairwise": ("spatial", "mixing"),
     "depthwise": ("spatial", "elements", "channels"),
 }
 KERNELS = ("full", "pointwise", *FACTORS)
@@ -61,6 +63,6 @@ def factors_of(kernel: str, in_channels: int, out_channels: int, groups: int) ->
         }
     n_pairs = in_channels * out_channels // groups
     return {
-        "elements": Factor(in_channels, n_pairs, in_channels, "full"),
-        "spatial": Factor(n_pairs, out_channels, out_channels, "pointwise"),
+        "spatial": Factor(in_channels, n_pairs, in_channels, "pointwise"),
+        "mixing": Factor(n_pairs, out_channels, out_channels, "full"),
     }
