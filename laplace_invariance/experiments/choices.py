@@ -43,6 +43,7 @@ TableName = Literal[
     "layers-cifar",
     "input-cifar",
     "layers-groups",
+    "layers-kernels",
     "input-cnn",
     "input-all",
     "input-ablation",
