@@ -139,6 +139,7 @@ class HasBasis(Hyperparameterised):
 
     omega: Tensor
     anchors: Tensor
+    elements: Tensor | None  # where the elements of a group are, [order, coordinates]
 
     def _add_basis(
         self,
@@ -168,6 +169,7 @@ class HasBasis(Hyperparameterised):
         self.learn_omega = learn_omega
         self.grid = int(shape[0]), int(shape[1])
         self.on_group = group
+        self.register_buffer("elements", None if group is None else group.embedding, False)
         self.n_points = math.prod(self.grid)
         self.n_anchors = (self.n_points + 1) // 2 if n_anchors is None else n_anchors
         if not 1 <= self.n_anchors <= self.n_points:
@@ -183,9 +185,9 @@ class HasBasis(Hyperparameterised):
     def points(self, device: torch.device | None = None) -> Tensor:
         """Return the grid points, ``[T, 2]`` or, on a group, ``[T, 2 + coordinates]``."""
         height, width = self.grid
-        if self.on_group is None:
+        if self.elements is None:
             return grid_points(height, width, device)
-        elements = self.on_group.embedding.to(device)
+        elements = self.elements.double()
         positions = grid_points(height // len(elements), width, device)
         n_positions = len(positions)
         return torch.cat(
