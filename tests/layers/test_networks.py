@@ -308,7 +308,7 @@ def test_larger_images_and_bad_arguments():
     net = equivariant_cnn("f_fc+conv", 1, 3, width=1, in_shape=(32, 64))
     assert net(torch.randn(2, 1, 32, 64)).shape == (2, 3)
     for arguments, message in (
-        (("cnv",), r"one or more of gconv, conv, .*got 'cnv' in 'cnv'"),
+        (("cnv",), r"one or more of gconv, s_gconv, .*got 'cnv' in 'cnv'"),
         (("conv+conv",), "a path twice"),
         (("conv", 1, 3, 0), "width must be positive"),
     ):
