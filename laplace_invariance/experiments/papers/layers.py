@@ -22,7 +22,7 @@ ON_GROUPS: dict[str, Any] = {
     "batch_size": 50,
     "start": "half-open",
     "n_epochs_burnin": 10,
-    "marglik_frequency": 5,
+    "marglik_frequency": 10,
 }
 METHODS: dict[str, choices.LayersMethod] = {"evidence": "evidence", "MAP": "map"}
 
@@ -121,7 +121,7 @@ def _cifar(scale: Scale) -> list[Cell]:
 def _groups(scale: Scale) -> list[Cell]:
     options: dict[str, Any] = {
         "small": {"width": 1, "n_epochs": 60, "marglik_frequency": 15},
-        "large": {"n_train": 5000, "width": 2, "n_epochs": 40, **ON_GROUPS},
+        "large": {"n_train": 5000, "width": 2, "n_epochs": 50, **ON_GROUPS},
         "paper": {"width": 2, "n_epochs": 1000, **ON_GROUPS},
     }[scale]
     mixed = "f_fc+conv+gconv"
