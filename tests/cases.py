@@ -5,10 +5,13 @@ from torch import nn
 from laplace_invariance.layers import (
     FactoredLinear2d,
     Linear2d,
+    OnGroup,
     ResidualPathway,
     ScalarBias,
     ScalarScale,
     SlotLinear,
+    SparseGroupConv2d,
+    SparseLiftingConv2d,
     SparseLinear2d,
 )
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
@@ -96,8 +99,11 @@ GROUP = [
         lambda: (
             GroupConv2d(3, 5, 3, kernel="separable", padding=1, padding_mode="circular").spatial
         ),
-        (2, 5, 4, 3, 6),
+        (2, 3, 4, 3, 6),
     ),
+    (lambda: GroupConv2d(2, 3, 3, kernel="pairwise").spatial, (2, 2, 4, 3, 5)),
+    (lambda: GroupConv2d(2, 3, 3, kernel="pairwise").mixing, (2, 6, 4, 2, 3)),
+    (lambda: GroupConv2d(3, 5, 3, kernel="depthwise").elements, (2, 3, 4, 2, 6)),
 ]
 
 SPARSE = [
@@ -137,6 +143,29 @@ SPARSE = [
         ),
         (2, 3, 5, 7),
     ),
+    (lambda: OntoBasis((8, 3), group=Group.of("p4"), learn_omega="weight"), (2, 5, 24)),
+    (lambda: SparseLiftingConv2d(3, 5, 3, learn_omega="weight"), (2, 3, 4, 6)),
+    (lambda: SparseGroupConv2d(3, 5, 3, learn_omega="weight"), (2, 3, 4, 5, 6)),
+    (
+        lambda: SparseGroupConv2d(
+            4,
+            6,
+            2,
+            group="p4m",
+            groups=2,
+            padding=1,
+            padding_mode="circular",
+            kind="exponential",
+            learn_omega="weight",
+        ),
+        (2, 4, 8, 3, 5),
+    ),
+    (
+        lambda: SparseGroupConv2d(
+            3, 5, 3, kernel="pointwise", bias=False, n_anchors=4, learn_omega="hyperparameter"
+        ),
+        (2, 3, 4, 5, 6),
+    ),
 ]
 
 # layers made of layers that have rules
@@ -145,6 +174,17 @@ COMPOSED = [
     (lambda: Linear2d(2, 3, (3, 4)), (2, 2, 3, 4)),
     (lambda: SparseLinear2d(2, 3, (3, 4), learn_omega="weight"), (2, 2, 3, 4)),
     (lambda: GroupConv2d(3, 5, 3, kernel="separable"), (2, 3, 4, 5, 6)),
+    (lambda: GroupConv2d(2, 3, 3, kernel="pairwise"), (2, 2, 4, 5, 6)),
+    (lambda: GroupConv2d(2, 3, 3, kernel="depthwise"), (2, 2, 4, 5, 6)),
+    (lambda: OnGroup(FactoredLinear2d(2, 3, (12, 2), (4, 1)), 4, "positions"), (2, 2, 4, 3, 2)),
+    (
+        lambda: OnGroup(
+            SparseLinear2d(2, 3, (8, 3), 4, group=Group.of("p4"), learn_omega="weight"),
+            4,
+            "positions",
+        ),
+        (2, 2, 4, 2, 3),
+    ),
     (
         lambda: ResidualPathway(
             f_fc=FactoredLinear2d(2, 3, 4, 4), conv=nn.Conv2d(2, 3, 3, padding=1)

@@ -35,13 +35,15 @@ Draws = Literal["independent", "sobol", "grid"]
 DemoName = Literal["points"]
 Scale = Literal["small", "large", "paper"]
 Omega = Literal["fixed", "weight"]
-GroupKernel = Literal["pointwise", "separable", "full"]
+GroupKernel = Literal["pointwise", "full", "separable", "pairwise", "depthwise"]
+GroupElements = Literal["channels", "positions"]
 TableName = Literal[
     "input-mlp",
     "quadrants",
     "layers-cifar",
     "input-cifar",
     "layers-groups",
+    "layers-kernels",
     "input-cnn",
     "input-all",
     "input-ablation",
@@ -71,6 +73,17 @@ SCALES: dict[Scale, str] = {
 OMEGAS: dict[Omega, str] = {
     "fixed": "stays",
     "weight": "learnt with the weights, under a prior of its own",
+}
+KERNELS: dict[GroupKernel, str] = {
+    "pointwise": "each element of the group on its own",
+    "full": "a weight for channels, elements and positions",
+    "separable": "a product of positions per channel, and of elements and channels",
+    "pairwise": "a product of positions and of elements, for each pair of channels",
+    "depthwise": "a product of positions, of elements, and of channels",
+}
+ELEMENTS: dict[GroupElements, str] = {
+    "channels": "further channels",
+    "positions": "further positions, with fewer weights",
 }
 SEARCH: dict[Switch, str] = {
     "on": "many are tried in short trainings, and the best is where ranges start",

@@ -244,6 +244,7 @@ def _model(config: LayersConfig, images: Tensor, n_classes: int) -> nn.Module:
         scale=config.scale,
         kernel=config.kernel,
         omega=config.omega,
+        elements=config.elements,
     )
     named: OrderedDict[str, nn.Module] = OrderedDict(standardise=Standardise.of(images))
     named.update(net.named_children())

@@ -126,7 +126,7 @@ def read_results(
         path = place / f"{cell.name}.json"
         if path.exists():
             result = read_json(path)
-            if result["config"] == _identity(cell.config):
+            if _is_of(result["config"], cell.config):
                 found[cell.name] = result
     return found
 
@@ -136,6 +136,16 @@ def _placed(run: Config, config: ReproduceConfig) -> Config:
     if not isinstance(run, ImagesConfig):
         return run
     return replace(run, root=config.root, download=config.download)
+
+
+def _is_of(saved: dict[str, Any], config: Config) -> bool:
+    """Return whether a run had this configuration; fields newer than it have their defaults."""
+    wanted = _identity(config)
+    defaults = {entry.name: entry.default for entry in fields(config)}
+    for name in wanted.keys() - saved.keys():
+        if wanted.pop(name) != defaults.get(name):
+            return False
+    return saved == wanted
 
 
 def _identity(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from laplace_invariance.layers.paths import PATHS, PathKind, PathSpec, pathway
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
 from laplace_invariance.layers.residual import OnGroup, ResidualPathway
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
+from laplace_invariance.layers.sparse_group import SparseGroupConv2d, SparseLiftingConv2d
 from laplace_invariance.layers.starts import (
     START_LEVELS,
     StartLevel,
@@ -42,6 +43,8 @@ __all__ = [
     "ScalarScale",
     "SlotLinear",
     "SparseConv2d",
+    "SparseGroupConv2d",
+    "SparseLiftingConv2d",
     "SparseLinear2d",
     "Standardise",
     "StartLevel",

@@ -9,6 +9,10 @@ with ``Phi`` ``[M, T]``. In a regression ``u`` are, but for the jitter, the valu
 the anchors, and the kernel interpolates between them. Positions are in units of the grid's
 spacing, and zero is the middle of the grid. The larger ``omega``, the narrower and the less
 smooth are the functions; its sign means nothing.
+
+A function on a finite group and a grid has a grid point for each element and position. Elements
+are matrices, whose distance the group does not change, in a unit in which the nearest are as far
+apart as neighbouring positions; squared distances of element and position add up.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace_invariance.hyper import Hyperparameterised
+from laplace_invariance.layers.symmetry import Group
 
-__all__ = ["Basis", "basis_derivative", "basis_matrix", "grid_points", "spread"]
+__all__ = ["Basis", "HasBasis", "basis_derivative", "basis_matrix", "grid_points", "spread"]
 
 JITTER = 1e-4
 CHOICES = {
@@ -57,6 +62,18 @@ def spread(height: int, width: int) -> Tensor:
     for bit in range(max(height, width).bit_length()):
         rank = 4 * rank + 2 * ((row ^ column) >> bit & 1) + (row >> bit & 1)
     return rank.flatten().argsort()
+
+
+def spread_on_group(order: int, height: int, width: int) -> Tensor:
+    """Return the indices ``[order * height * width]`` of :func:`spread`, for all elements in turn.
+
+    Every other element has them from the last to the first. Its first half then are the fields of
+    the other colour.
+    """
+    positions = spread(height, width)
+    both = torch.stack([positions, positions.flip(0)])
+    elements = torch.arange(order)
+    return (both[elements % 2] + len(positions) * elements.unsqueeze(1)).T.flatten()
 
 
 def _squared_distances(z: Tensor, t: Tensor) -> Tensor:
@@ -109,24 +126,11 @@ def basis_derivative(kind: str, omega: Tensor, z: Tensor, t: Tensor) -> Tensor:
     return _solved(k_zz, dk_zt - dk_zz @ phi)
 
 
-class Basis(Hyperparameterised):
+class HasBasis(Hyperparameterised):
     """Base class of layers whose weights are sums of basis functions on a grid.
 
     It owns ``omega`` ``[1]`` and ``anchors`` ``[M, 2]``, which are in ``state_dict()`` under
-    these names, whether they are learnt or not.
-
-    Args:
-        shape: Height and width of the grid.
-        kind: ``"regression"`` or ``"exponential"``, see the top of the module.
-        n_anchors: Number of anchors; None is half the number of grid points, rounded up.
-        anchors: Where anchors are. ``"grid"`` takes grid points that are spread evenly,
-            ``"random"`` distinct grid points at random, ``"learnt"`` makes the positions a
-            hyperparameter that starts like ``"grid"`` and stays within the grid.
-        omega: Initial inverse width of the basis functions.
-        learn_omega: What ``omega`` is: ``"fixed"``; a ``"weight"``, which the training loss
-            changes and which has a prior and curvature; or a ``"hyperparameter"``, which the
-            evidence changes.
-        generator: Source of random anchors; None is torch's default generator.
+    these names, whether they are learnt or not. On a group, anchors have further coordinates.
     """
 
     # Parameters that keep a prior precision of their own where a path shares one: the width of
@@ -135,8 +139,9 @@ class Basis(Hyperparameterised):
 
     omega: Tensor
     anchors: Tensor
+    elements: Tensor | None  # where the elements of a group are, [order, coordinates]
 
-    def __init__(
+    def _add_basis(
         self,
         shape: Sequence[int],
         kind: str = "regression",
@@ -145,18 +150,26 @@ class Basis(Hyperparameterised):
         omega: float = 1.0,
         learn_omega: str = "fixed",
         generator: torch.Generator | None = None,
+        group: Group | None = None,
     ) -> None:
-        super().__init__()
+        """Add the functions; arguments are those of :class:`Basis`."""
         _check_choices(kind=kind, anchors=anchors, learn_omega=learn_omega)
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(
                 f"the grid of a basis has a height and a width, both positive, got {tuple(shape)}"
+            )
+        if group is not None and shape[0] % group.order:
+            raise ValueError(
+                f"a grid on group {group.name!r} has a height of {group.order} times that of an "
+                f"element, got {shape[0]}"
             )
         if not (math.isfinite(omega) and omega > 0):
             raise ValueError(f"omega must be positive and finite, got {omega}")
         self.kind = kind
         self.learn_omega = learn_omega
         self.grid = int(shape[0]), int(shape[1])
+        self.on_group = group
+        self.register_buffer("elements", None if group is None else group.embedding, False)
         self.n_points = math.prod(self.grid)
         self.n_anchors = (self.n_points + 1) // 2 if n_anchors is None else n_anchors
         if not 1 <= self.n_anchors <= self.n_points:
@@ -169,13 +182,28 @@ class Basis(Hyperparameterised):
         self._register("anchors", positions, "hyperparameter" if anchors == "learnt" else "fixed")
         self._register("omega", torch.tensor([float(omega)]), learn_omega)
 
+    def points(self, device: torch.device | None = None) -> Tensor:
+        """Return the grid points, ``[T, 2]`` or, on a group, ``[T, 2 + coordinates]``."""
+        height, width = self.grid
+        if self.elements is None:
+            return grid_points(height, width, device)
+        elements = self.elements.double()
+        positions = grid_points(height // len(elements), width, device)
+        n_positions = len(positions)
+        return torch.cat(
+            [positions.repeat(len(elements), 1), elements.repeat_interleave(n_positions, 0)], 1
+        )
+
     def _initial_anchors(self, random: bool, generator: torch.Generator | None) -> Tensor:
         if random:
             device = None if generator is None else generator.device
             order = torch.randperm(self.n_points, generator=generator, device=device).cpu()
-        else:
+        elif self.on_group is None:
             order = spread(*self.grid)
-        chosen = grid_points(*self.grid)[order[: self.n_anchors]]
+        else:
+            n_elements = self.on_group.order
+            order = spread_on_group(n_elements, self.grid[0] // n_elements, self.grid[1])
+        chosen = self.points()[order[: self.n_anchors]]
         return chosen.to(torch.get_default_dtype())
 
     def _register(self, name: str, value: Tensor, role: str) -> None:
@@ -195,7 +223,7 @@ class Basis(Hyperparameterised):
     def _evaluate(self, function: Callable[..., Tensor], omega: Tensor, anchors: Tensor) -> Tensor:
         # In double precision, whatever that of the weights: neighbouring rows of a smooth kernel
         # are nearly the same.
-        points = grid_points(*self.grid, omega.device)
+        points = self.points(omega.device)
         values = function(self.kind, omega.double(), anchors.double(), points)
         return values.to(omega.dtype).contiguous()
 
@@ -235,9 +263,8 @@ class Basis(Hyperparameterised):
         if "omega" in self._hyperparameter_names:
             self.omega.abs_()
         if "anchors" in self._hyperparameter_names:
-            for axis, size in enumerate(self.grid):
-                corner = (size - 1) / 2
-                self.anchors[:, axis].clamp_(-corner, corner)
+            points = self.points(self.anchors.device).to(self.anchors.dtype)
+            self.anchors.clamp_(points.amin(0), points.amax(0))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cache": None}
@@ -246,6 +273,40 @@ class Basis(Hyperparameterised):
         learnt = "learnt " if "anchors" in self._hyperparameter_names else ""
         anchors = f"{self.n_anchors} {learnt}anchors on {self.grid[0]} x {self.grid[1]}"
         return f"{self.kind} from {anchors}, omega={self.omega.item():.3g} ({self.learn_omega})"
+
+
+class Basis(HasBasis):
+    """Basis functions on a grid.
+
+    Args:
+        shape: Height and width of the grid.
+        kind: ``"regression"`` or ``"exponential"``, see the top of the module.
+        n_anchors: Number of anchors; None is half the number of grid points, rounded up.
+        anchors: Where anchors are. ``"grid"`` takes grid points that are spread evenly,
+            ``"random"`` distinct grid points at random, ``"learnt"`` makes the positions a
+            hyperparameter that starts like ``"grid"`` and stays within the grid.
+        omega: Initial inverse width of the basis functions.
+        learn_omega: What ``omega`` is: ``"fixed"``; a ``"weight"``, which the training loss
+            changes and which has a prior and curvature; or a ``"hyperparameter"``, which the
+            evidence changes.
+        generator: Source of random anchors; None is torch's default generator.
+        group: Group that the functions are on, too. The grid is then that of all elements, one
+            below the other, so that its height is ``order`` times that of the positions.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        kind: str = "regression",
+        n_anchors: int | None = None,
+        anchors: str = "grid",
+        omega: float = 1.0,
+        learn_omega: str = "fixed",
+        generator: torch.Generator | None = None,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        self._add_basis(shape, kind, n_anchors, anchors, omega, learn_omega, generator, group)
 
 
 def _check_choices(**options: str) -> None:

@@ -32,13 +32,14 @@ from laplace_invariance.curvature.rules import (
     padding_sides,
     register_rule,
 )
+from laplace_invariance.layers.kernels import FACTORS, KERNELS, factors_of
 from laplace_invariance.layers.shapes import check_features, pair
 from laplace_invariance.layers.symmetry import Group
 
 __all__ = ["GroupConv2d", "GroupConvolution", "LiftingConv2d"]
 
-KERNELS = ("full", "pointwise", "separable")
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+SPATIAL = ("kernel_size", "padding", "padding_mode", "dilation")
 MAX_PATCH_INDICES = 8  # shapes of inputs whose index a layer keeps
 
 
@@ -134,6 +135,7 @@ class GroupConvolution(nn.Module):
         raise NotImplementedError
 
     def _add_parameters(self, n_columns: int, columns: Tensor, bias: bool) -> None:
+        """Add a weight with this many entries per tap, and the bias."""
         self.weight = nn.Parameter(torch.empty(self.out_channels, n_columns, *self.kernel_size))
         self.bias = nn.Parameter(torch.empty(self.out_channels)) if bias else None
         self.register_buffer("columns", columns, persistent=False)
@@ -146,10 +148,18 @@ class GroupConvolution(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def _filters(self) -> Tensor:
+    def dense_weight(self) -> Tensor:
+        """Return all entries of the filter, which are the weight unless a subclass has fewer."""
+        return self.weight
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the convolution of ``x`` with another filter than the layer's own."""
+        raise NotImplementedError
+
+    def _filters(self, weight: Tensor) -> Tensor:
         """Return the filter of each element, ``[out_channels, order, channels, taps]``."""
         order, n_taps = self.columns.shape
-        weight = self.weight.reshape(self.out_channels, -1, n_taps)
+        weight = weight.reshape(self.out_channels, -1, n_taps)
         filters = weight.index_select(-1, self.columns.flatten())
         return rearrange(filters, "d c (r t) -> d r c t", r=order)
 
@@ -162,11 +172,11 @@ class GroupConvolution(nn.Module):
             padding = (0, 0)
         return F.conv2d(x, filters, bias, padding=padding, dilation=self.dilation, groups=groups)
 
-    def _mixed(self, x: Tensor) -> Tensor:
+    def _mixed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return outputs ``[n, out_channels, order, ...]`` that each see all inputs of ``x``."""
         order = self.group.order
-        bias = None if self.bias is None else self.bias.repeat_interleave(order)
-        y = self._convolve(x, self._filters(), bias, self.groups)
+        bias = None if bias is None else bias.repeat_interleave(order)
+        y = self._convolve(x, self._filters(weight), bias, self.groups)
         return y.unflatten(1, (self.out_channels, order))
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -232,24 +242,27 @@ class LiftingConv2d(GroupConvolution):
     ``[n, D, order, H', W']``. Arguments are those of :class:`GroupConvolution`.
     """
 
-    def _add_layers(self, bias: bool) -> None:
+    def _add_layers(self, bias: bool, **options: Any) -> None:
         columns = self.group.taps(*self.kernel_size)[self.group.inverse]
-        self._add_parameters(self.in_channels // self.groups, columns, bias)
+        self._add_parameters(self.in_channels // self.groups, columns, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(
-                f"LiftingConv2d needs [n, {self.in_channels}, height, width], "
+                f"{type(self).__name__} needs [n, {self.in_channels}, height, width], "
                 f"got shape {list(x.shape)}"
             )
-        return self._mixed(x)
+        return self.convolve(x, self.dense_weight(), self.bias)
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._mixed(x, weight, bias)
 
     def _patches(self, x: Tensor) -> Tensor:
         return extract_patches(x, self).unsqueeze(1)
 
 
 class GroupConv2d(GroupConvolution):
-    """Convolution of features on a group (GCONV), with one of three kinds of kernel.
+    """Convolution of features on a group (GCONV), with one of five kinds of kernel.
 
     Maps ``[n, C, order, H, W]`` to ``[n, D, order, H', W']``.
 
@@ -258,22 +271,25 @@ class GroupConv2d(GroupConvolution):
     - ``"pointwise"``: only ``s = r`` contributes, ``W(d, c, r^-1 u)``; each element is convolved
       on its own, with its own orientation of the filter; the weight is ``[D, C / groups, height,
       width]``.
-    - ``"separable"``: the filter ``theta_1(d, u) theta_2(d, c, s)``, which is two convolutions
-      after another: ``mixing``, full, with a 1 x 1 kernel and no bias, has ``theta_2``;
-      ``spatial``, pointwise and one channel at a time, has ``theta_1`` and the bias. The layer
-      itself then has no parameters.
+
+    The filters ``W(d, c, s, s u)`` of the others are products, and the layers are one convolution
+    after another, as named; the last has the bias, and the layer itself no parameters.
+
+    - ``"separable"``: ``spatial(c, u) mixing(d, c, s)``.
+    - ``"pairwise"``: ``spatial(d, c, u) mixing(d, c, s)``, separable for each pair of channels.
+    - ``"depthwise"``: ``spatial(c, u) elements(c, s) channels(d, c)``.
 
     Args:
-        kernel: ``"full"`` (the default), ``"pointwise"`` or ``"separable"``. All other arguments
-            are those of :class:`GroupConvolution`.
+        kernel: ``"full"`` (the default), ``"pointwise"``, ``"separable"``, ``"pairwise"`` or
+            ``"depthwise"``. All other arguments are those of :class:`GroupConvolution`.
     """
 
-    def _add_layers(self, bias: bool, kernel: str = "full") -> None:
+    def _add_layers(self, bias: bool, kernel: str = "full", **options: Any) -> None:
         if kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
         self.kernel = kernel
-        if kernel == "separable":
-            self._add_factors(bias)
+        if kernel in FACTORS:
+            self._add_factors(bias, **options)
             return
         group = self.group
         n_columns = self.in_channels // self.groups
@@ -282,51 +298,66 @@ class GroupConv2d(GroupConvolution):
             n_columns *= group.order
             elements = group.table[group.inverse].unsqueeze(-1)
             columns = (elements * columns.shape[1] + columns.unsqueeze(1)).flatten(1)
-        self._add_parameters(n_columns, columns, bias)
+        self._add_parameters(n_columns, columns, bias, **options)
 
     def _add_factors(self, bias: bool) -> None:
-        """Add the two convolutions of a separable one, which has no parameters itself."""
+        """Add the convolutions whose product is the filter."""
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        n_out = self.out_channels
-        self.mixing = GroupConv2d(
-            self.in_channels, n_out, 1, groups=self.groups, bias=False, group=self.group
-        )
-        self.spatial = GroupConv2d(
-            n_out,
-            n_out,
-            self.kernel_size,
-            padding=self.padding,
-            padding_mode=self.padding_mode,
-            dilation=self.dilation,
-            groups=n_out,
-            bias=bias,
-            group=self.group,
-            kernel="pointwise",
-        )
+        layouts = factors_of(self.kernel, self.in_channels, self.out_channels, self.groups)
+        spatial: dict[str, Any] = {name: getattr(self, name) for name in SPATIAL}
+        *_, last = layouts
+        for name, layout in layouts.items():
+            settings = spatial if name == "spatial" else {"kernel_size": 1}
+            factor = GroupConv2d(
+                layout.in_channels,
+                layout.out_channels,
+                groups=layout.groups,
+                kernel=layout.kernel,
+                bias=bias and name == last,
+                group=self.group,
+                **settings,
+            )
+            self.add_module(name, factor)
+
+    @property
+    def factors(self) -> list[GroupConvolution]:
+        """Convolutions whose product is the filter, in their order; none if it has a weight."""
+        return [getattr(self, name) for name in FACTORS.get(self.kernel, ())]
 
     def reset_parameters(self, gain: float = 1.0) -> None:
-        """Draw weights and bias as the base class does; ``gain`` is that of the spatial factor."""
-        if self.kernel == "separable":
-            self.mixing.reset_parameters()
-            self.spatial.reset_parameters(gain)
-        else:
+        """Draw weights and bias as the base class does; of several, the last has the ``gain``."""
+        if not self.factors:
             super().reset_parameters(gain)
+            return
+        for factor in self.factors:
+            factor.reset_parameters(gain if factor is self.factors[-1] else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_features("GroupConv2d", x, self.group.order, self.in_channels)
-        if self.kernel == "separable":
-            return self.spatial(self.mixing(x))
-        if self.kernel == "pointwise":
-            return self._pointwise(x)
-        return self._mixed(x.flatten(1, 2))
+        check_features(type(self).__name__, x, self.group.order, self.in_channels)
+        if not self.factors:
+            return self.convolve(x, self.dense_weight(), self.bias)
+        first, *others = self.factors
+        x = first(x)
+        if self.kernel == "pairwise":  # from the outputs of each input to the inputs of each output
+            per_group = self.in_channels // self.groups
+            x = rearrange(x, "n (q c d) ... -> n (q d c) ...", q=self.groups, c=per_group)
+        for factor in others:
+            x = factor(x)
+        return x
 
-    def _pointwise(self, x: Tensor) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.kernel == "pointwise":
+            return self._pointwise(x, weight, bias)
+        return self._mixed(x.flatten(1, 2), weight, bias)
+
+    def _pointwise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Elements come first, so that each is a group of the convolution.
         order = self.group.order
-        bias = None if self.bias is None else self.bias.repeat(order)
+        bias = None if bias is None else bias.repeat(order)
         x = rearrange(x, "n c r h w -> n (r c) h w")
-        y = self._convolve(x, self._filters().transpose(0, 1), bias, order * self.groups)
+        filters = self._filters(weight).transpose(0, 1)
+        y = self._convolve(x, filters, bias, order * self.groups)
         return rearrange(y, "n (r d) h w -> n d r h w", r=order)
 
     def _patches(self, x: Tensor) -> Tensor:
@@ -342,7 +373,7 @@ class GroupConv2d(GroupConvolution):
 @register_rule(LiftingConv2d, GroupConv2d)
 def group_convolution(module: GroupConvolution) -> Iterator[AnyBlock]:
     """Shared over elements of the group and output positions; groups are slots."""
-    if module.weight is None:  # separable: see its two convolutions
+    if module.weight is None:  # a product: see its factors
         return
     groups = module.groups
 

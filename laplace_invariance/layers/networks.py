@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +173,7 @@ def equivariant_cnn(
     group: Group | str = "p4",
     kernel: str = "pointwise",
     omega: str = "fixed",
+    elements: str = "channels",
 ) -> nn.Sequential:
     """Return the network of van der Ouderaa, Immer and van der Wilk (2023), with layers of paths.
 
@@ -187,19 +189,21 @@ def equivariant_cnn(
 
     Args:
         kind: Paths joined by ``"+"``, such as ``"f_fc+conv"``: any of ``"conv"``, ``"fc"``,
-            ``"f_fc"``, ``"s_fc"``, ``"s_conv"`` and ``"gconv"``, or of one's own (see
-            :mod:`laplace_invariance.layers.paths`). With ``"gconv"``, features live on the group,
-            and other paths see its elements as further channels.
+            ``"f_fc"``, ``"s_fc"``, ``"s_conv"``, ``"gconv"`` and ``"s_gconv"``, or of one's own
+            (see :mod:`laplace_invariance.layers.paths`). With the last two, features live on the
+            group, and other paths see its elements as further channels.
         in_channels: Channels of the images.
         n_classes: Number of outputs.
         width: Channels of the first layer; the last has 16 times as many.
         in_shape: Height and width of the images, multiples of 32.
         scale: Scale of the initial weights of all paths but the strictest.
-        group: Group of ``"gconv"``.
-        kernel: Kernel of ``"gconv"`` in the group axis: ``"pointwise"``, ``"separable"`` or
-            ``"full"``.
+        group: Group of ``"gconv"`` and ``"s_gconv"``.
+        kernel: Their kernel, as of :class:`GroupConv2d`: ``"pointwise"`` or ``"full"``, and of
+            ``"gconv"`` also ``"separable"``, ``"pairwise"`` or ``"depthwise"``.
         omega: What the inverse width of basis functions of sparse paths is: ``"fixed"``, a
             ``"weight"`` with a prior of its own, or a ``"hyperparameter"``.
+        elements: What elements of the group are to fully connected paths, further ``"channels"``
+            or ``"positions"``, which needs ``order`` times fewer weights.
 
     Raises:
         ValueError: If a path is unknown, or a size is not allowed.
@@ -214,7 +218,8 @@ def equivariant_cnn(
         raise ValueError(f"width must be positive, got {width}")
     on_group = any(PATHS[name].on_group for name in parse_kind(kind))
     acting = Group.of(group) if on_group else None
-    layer = partial(pathway, kind, scale=scale, group=acting, kernel=kernel, omega=omega)
+    options: dict[str, Any] = {"kernel": kernel, "omega": omega, "elements": elements}
+    layer = partial(pathway, kind, scale=scale, group=acting, **options)
     layers = _stages(layer, in_channels, width, shape, on_group)
     layers |= _head(width, n_classes, acting)
     return nn.Sequential(layers)

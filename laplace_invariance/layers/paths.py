@@ -13,15 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from laplace_invariance.layers.factored import FactoredLinear2d, Linear2d, Map2d
-from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
+from laplace_invariance.layers.group import GroupConv2d, GroupConvolution, LiftingConv2d
 from laplace_invariance.layers.pooling import PolyphasePool2d
 from laplace_invariance.layers.residual import OnGroup, ResidualPathway
 from laplace_invariance.layers.sparse import SparseConv2d, SparseLinear2d
+from laplace_invariance.layers.sparse_group import SparseGroupConv2d, SparseLiftingConv2d
 from laplace_invariance.layers.symmetry import Group
 
 __all__ = [
@@ -49,9 +51,11 @@ class PathSpec:
         out_shape: Height and width of the layer's output, after pooling.
         gain: Scale of the initial weights, which have variance ``gain^2 / fan_in``.
         group: Group of the features; None for plain feature maps.
-        kernel: Kernel of group convolutions in the group axis.
+        kernel: Kernel of group convolutions.
         lift: Whether the input is an image, not on the group yet.
         omega: What the inverse width of basis functions is, as ``learn_omega`` of sparse layers.
+        elements: What elements of the group are to a layer that does not work on a group itself:
+            further ``"channels"`` or, for free paths, further ``"positions"``.
     """
 
     in_channels: int
@@ -63,20 +67,38 @@ class PathSpec:
     kernel: str = "pointwise"
     lift: bool = False
     omega: str = "fixed"
+    elements: str = "channels"
+
+    @property
+    def group_in(self) -> Group | None:
+        """Group of the input, which an image has none of."""
+        return None if self.lift else self.group
 
     @property
     def n_in(self) -> int:
-        """Channels of the input, where elements of the group are further channels."""
-        if self.group is None or self.lift:
-            return self.in_channels
-        return self.in_channels * self.group.order
+        """Channels of the input, with elements of the group if these are channels."""
+        return self.in_channels * self._copies(self.group_in, "channels")
 
     @property
     def n_out(self) -> int:
-        """Channels of the output, where elements of the group are further channels."""
-        if self.group is None:
-            return self.out_channels
-        return self.out_channels * self.group.order
+        """Channels of the output, with elements of the group if these are channels."""
+        return self.out_channels * self._copies(self.group, "channels")
+
+    @property
+    def grid_in(self) -> tuple[int, int]:
+        """Height and width of the input, elements one below the other if these are positions."""
+        height, width = self.in_shape
+        return height * self._copies(self.group_in, "positions"), width
+
+    @property
+    def grid_out(self) -> tuple[int, int]:
+        """Height and width of the output, elements one below the other if these are positions."""
+        height, width = self.out_shape
+        return height * self._copies(self.group, "positions"), width
+
+    def _copies(self, group: Group | None, elements: str) -> int:
+        """Return the order of the group if its elements are of that kind, or 1."""
+        return 1 if group is None or self.elements != elements else group.order
 
 
 @dataclass(frozen=True)
@@ -88,12 +110,12 @@ class PathKind:
         colour: Colour in pictures, as matplotlib names it.
         symmetry: What kind of layer it is, and what it is equivariant to, in a few words.
         build: Makes the layer for a :class:`PathSpec`. It maps ``[n, n_in, *in_shape]`` to ``[n,
-            n_out, *in_shape]`` or, if free, to ``[n, n_out, *out_shape]``.
+            n_out, *in_shape]`` or, if free, ``[n, n_in, *grid_in]`` to ``[n, n_out, *grid_out]``.
         types: Module types by which a path of this kind is recognised.
         free: Whether the path has no symmetry. Free paths come after all others, map to the size
             after pooling themselves, and :func:`convert` can put them beside any convolution.
         on_group: Whether the layer works on features on a group itself, ``[n, in_channels, order,
-            *in_shape]``. For other layers, elements of the group are further channels.
+            *in_shape]``. For other layers, elements of the group are further channels or positions.
     """
 
     label: str
@@ -109,8 +131,8 @@ class PathKind:
 def rescaled(layer: nn.Module, gain: float) -> nn.Module:
     """Return a convolution with weights of variance ``gain^2 / fan_in`` and no bias, in place.
 
-    It must be as torch initialises it, with variance ``1 / (3 fan_in)``. Of the two weights of a
-    separable group convolution, the last takes the gain.
+    It must be as torch initialises it, with variance ``1 / (3 fan_in)``. Of the weights of a
+    convolution that is a product, the last takes the gain.
     """
     parameters = dict(layer.named_parameters())
     weights = [parameter for name, parameter in parameters.items() if name.endswith("weight")]
@@ -136,31 +158,44 @@ def _sparse_convolution(spec: PathSpec) -> nn.Module:
 
 
 def _group_convolution(spec: PathSpec) -> nn.Module:
+    if spec.lift:
+        return _on_group(spec, LiftingConv2d)
+    return _on_group(spec, GroupConv2d, kernel=spec.kernel)
+
+
+def _sparse_group_convolution(spec: PathSpec) -> nn.Module:
+    if spec.lift:
+        return _on_group(spec, SparseLiftingConv2d, learn_omega=spec.omega)
+    return _on_group(spec, SparseGroupConv2d, kernel=spec.kernel, learn_omega=spec.omega)
+
+
+def _on_group(spec: PathSpec, layer: type[GroupConvolution], **options: Any) -> nn.Module:
     if spec.group is None:
         raise ValueError("a group convolution needs a group: pathway(..., group=Group.of('p4'))")
-    channels = spec.in_channels, spec.out_channels
-    layer: nn.Module
-    if spec.lift:
-        layer = LiftingConv2d(*channels, 3, padding=1, padding_mode="circular", group=spec.group)
-    else:
-        layer = GroupConv2d(
-            *channels, 3, padding=1, padding_mode="circular", group=spec.group, kernel=spec.kernel
-        )
-    return rescaled(layer, spec.gain)
+    options |= {"padding": 1, "padding_mode": "circular", "group": spec.group}
+    return rescaled(layer(spec.in_channels, spec.out_channels, 3, **options), spec.gain)
 
 
 def _connected(layer: type[Map2d]) -> Callable[[PathSpec], nn.Module]:
     """Return the builder of a fully connected kind."""
 
     def build(spec: PathSpec) -> nn.Module:
-        return layer(spec.n_in, spec.n_out, spec.in_shape, spec.out_shape, scale=spec.gain)
+        return layer(spec.n_in, spec.n_out, spec.grid_in, spec.grid_out, scale=spec.gain)
 
     return build
 
 
 def _sparse_connected(spec: PathSpec) -> nn.Module:
-    shapes = spec.in_shape, spec.out_shape
-    return SparseLinear2d(spec.n_in, spec.n_out, *shapes, scale=spec.gain, learn_omega=spec.omega)
+    groups = (None, None) if spec.elements == "channels" else (spec.group_in, spec.group)
+    return SparseLinear2d(
+        spec.n_in,
+        spec.n_out,
+        spec.grid_in,
+        spec.grid_out,
+        scale=spec.gain,
+        learn_omega=spec.omega,
+        group=groups,
+    )
 
 
 # From the strictest symmetry to none.
@@ -171,6 +206,14 @@ PATHS: dict[str, PathKind] = {
         "group convolution: equivariant to shifts and quarter turns",
         _group_convolution,
         (LiftingConv2d, GroupConv2d),
+        on_group=True,
+    ),
+    "s_gconv": PathKind(
+        "S-GCONV",
+        "C8",
+        "group convolution with a sparse filter",
+        _sparse_group_convolution,
+        (SparseLiftingConv2d, SparseGroupConv2d),
         on_group=True,
     ),
     "conv": PathKind(
@@ -241,6 +284,7 @@ def pathway(
     kernel: str = "pointwise",
     lift: bool = False,
     omega: str = "fixed",
+    elements: str = "channels",
 ) -> ResidualPathway:
     """Return a layer of :func:`equivariant_cnn`: a 3 x 3 convolution, freer paths, or their sum.
 
@@ -253,21 +297,33 @@ def pathway(
             size themselves.
         scale: Scale of the initial weights of all paths but the strictest, which starts at He's.
         group: Group of the features; None for plain feature maps.
-        kernel: Kernel of group convolutions in the group axis.
+        kernel: Kernel of group convolutions, as of :class:`GroupConv2d`.
         lift: Whether the input is an image, not on the group yet.
         omega: What the inverse width of basis functions of sparse paths is: ``"fixed"``, a
             ``"weight"`` with a prior of its own, or a ``"hyperparameter"``.
+        elements: What elements of the group are to free paths, further ``"channels"`` or
+            ``"positions"``. To convolutions without the group they are channels.
     """
     height, width = in_shape
     smaller = height // pool, width // pool
     paths: dict[str, nn.Module] = {}
     gain = HE_GAIN
     for name in parse_kind(kind):
-        channels = in_channels, out_channels
-        spec = PathSpec(*channels, (height, width), smaller, gain, group, kernel, lift, omega)
+        spec = PathSpec(
+            in_channels,
+            out_channels,
+            (height, width),
+            smaller,
+            gain,
+            group=group,
+            kernel=kernel,
+            lift=lift,
+            omega=omega,
+            elements=elements if PATHS[name].free else "channels",
+        )
         path = PATHS[name].build(spec)
         if group is not None and not PATHS[name].on_group:
-            path = OnGroup(path, group.order)
+            path = OnGroup(path, group.order, spec.elements)
         paths[name] = path
         gain = scale  # of all but the first
     strictest = PATHS[next(iter(paths))]

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 __all__ = ["OnGroup", "ResidualPathway"]
 
+ELEMENTS = ("channels", "positions")  # what elements of a group are to layers without one
+
 
 class ResidualPathway(nn.Module):
     """Sum of layers that see the same input; the prior precision of each decides how much is used.
@@ -102,19 +104,35 @@ def _sum(outputs: dict[str, Tensor]) -> Tensor:
 
 
 class OnGroup(nn.Module):
-    """Apply a layer for feature maps to features on a group, whose elements are further channels.
+    """Apply a layer for feature maps to features on a group.
+
+    Elements of the group are further channels, or further positions: the feature maps of all
+    elements, one below the other. A factored layer, ``theta_1(c', c, x') theta_2(c', c, x)``, then
+    has factors for each pair of channels and elements, or for each pair of channels factors that
+    depend on element and position, ``order`` times fewer weights.
 
     Args:
-        layer: Maps ``[n, channels * order, ...]`` to ``[n, channels' * order, ...]``.
+        layer: Maps ``[n, channels * order, ...]`` to ``[n, channels' * order, ...]`` or, for
+            positions, ``[n, channels, order * height, width]`` likewise.
         order: Number of elements of the group.
+        elements: ``"channels"`` or ``"positions"``.
+
+    Raises:
+        ValueError: If ``elements`` is neither.
     """
 
-    def __init__(self, layer: nn.Module, order: int) -> None:
+    def __init__(self, layer: nn.Module, order: int, elements: str = "channels") -> None:
         super().__init__()
+        if elements not in ELEMENTS:
+            raise ValueError(f"elements must be one of {', '.join(ELEMENTS)}, got {elements!r}")
         self.layer = layer
         self.order = order
+        self.axis = 1 + ELEMENTS.index(elements)  # which elements are further entries of
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim == 5:  # an image is not on the group yet
-            x = x.flatten(1, 2)
-        return self.layer(x).unflatten(1, (-1, self.order))
+            x = x.flatten(self.axis, self.axis + 1)
+        y = self.layer(x)
+        if self.axis == 1:
+            return y.unflatten(1, (-1, self.order))
+        return y.unflatten(2, (self.order, -1))

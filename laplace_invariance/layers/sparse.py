@@ -19,7 +19,7 @@ direction ``u dPhi / domega``: its block is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -35,11 +35,12 @@ from laplace_invariance.curvature.rules import (
     pad,
     register_rule,
 )
-from laplace_invariance.layers.basis import Basis
+from laplace_invariance.layers.basis import Basis, HasBasis
 from laplace_invariance.layers.factored import FactoredMap2d, SlotLinear
 from laplace_invariance.layers.shapes import every_entry
+from laplace_invariance.layers.symmetry import Group
 
-__all__ = ["FromBasis", "OntoBasis", "SparseConv2d", "SparseLinear2d"]
+__all__ = ["FromBasis", "OntoBasis", "SparseConv2d", "SparseLinear2d", "sparse_blocks"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
@@ -79,7 +80,7 @@ class FromBasis(Basis):
         return y + self.bias.unsqueeze(-1)
 
 
-def _omega(module: Basis, directional: Callable[[Tensor], Tensor]) -> Iterator[AnyBlock]:
+def _omega(module: HasBasis, directional: Callable[[Tensor], Tensor]) -> Iterator[AnyBlock]:
     """Yield the block of a weight ``omega``; ``directional`` is the derivative of the output."""
     if module.learn_omega == "weight":
         yield ElementwiseBlock("omega", lambda x: every_entry(directional(x)), every_entry)
@@ -109,6 +110,7 @@ class SparseLinear2d(FactoredMap2d):
     Args:
         n_anchors: Number of anchors on the input and on the output; one number stands for both,
             None for half of the positions.
+        group: Group that input and output are on, as of :class:`Basis`; one stands for both.
         **basis: Options of :class:`Basis`, for both of them: ``kind``, ``anchors``, ``omega``,
             ``learn_omega``, ``generator``. All other arguments are those of :class:`Map2d`.
     """
@@ -118,13 +120,17 @@ class SparseLinear2d(FactoredMap2d):
         bias: bool,
         scale: float,
         n_anchors: int | Sequence[int | None] | None = None,
+        group: Group | Sequence[Group | None] | None = None,
         **basis: Any,
     ) -> None:
         before, after = n_anchors if isinstance(n_anchors, Sequence) else (n_anchors, n_anchors)
+        group_in, group_out = group if isinstance(group, Sequence) else (group, group)
         n_in, n_out = self.in_channels, self.out_channels
-        self.basis_in = OntoBasis(self.in_shape, n_anchors=before, **basis)
+        self.basis_in = OntoBasis(self.in_shape, n_anchors=before, group=group_in, **basis)
         self.theta_2 = SlotLinear(n_in, self.basis_in.n_anchors, n_out, bias=False)
-        self.basis_out = FromBasis(self.out_shape, n_out, bias, n_anchors=after, **basis)
+        self.basis_out = FromBasis(
+            self.out_shape, n_out, bias, n_anchors=after, group=group_out, **basis
+        )
         self.theta_1 = SlotLinear(n_out, n_in, self.basis_out.n_anchors, bias=False)
         self.reset_parameters(scale)
 
@@ -239,10 +245,17 @@ class SparseConv2d(Basis):
         )
 
 
-@register_rule(SparseConv2d)
-def sparse_convolution(module: SparseConv2d) -> Iterator[AnyBlock]:
-    """As a convolution, with patches times the basis; exact for the one number ``omega``."""
-    weight, *bias = convolution(module)
+def sparse_blocks(
+    module: HasBasis, dense: Iterable[AnyBlock], directional: Callable[[Tensor], Tensor]
+) -> Iterator[AnyBlock]:
+    """Yield the blocks of a layer whose filters are sums of basis functions.
+
+    Args:
+        module: The layer.
+        dense: Blocks of the layer with a weight for every grid point, that weight first.
+        directional: Maps the input to the derivative of the output in ``omega``.
+    """
+    weight, *others = dense
     assert isinstance(weight, MatrixBlock)
     patches_of = weight.a
 
@@ -250,10 +263,17 @@ def sparse_convolution(module: SparseConv2d) -> Iterator[AnyBlock]:
         patches = patches_of(x).unflatten(-1, (-1, module.n_points))
         return (patches @ module.matrix().mT).flatten(-2)
 
+    yield replace(weight, a=projected)
+    yield from _omega(module, directional)
+    yield from others
+
+
+@register_rule(SparseConv2d)
+def sparse_convolution(module: SparseConv2d) -> Iterator[AnyBlock]:
+    """As a convolution, with patches times the basis; exact for the one number ``omega``."""
+
     def directional(x: Tensor) -> Tensor:
         filters = (module.weight @ module.derivative()).unflatten(-1, module.kernel_size)
         return module.convolve(x, filters)
 
-    yield replace(weight, a=projected)
-    yield from _omega(module, directional)
-    yield from bias
+    return sparse_blocks(module, convolution(module), directional)

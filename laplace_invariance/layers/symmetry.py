@@ -157,6 +157,20 @@ class Group:
         return (self.table == 0).long().argmax(1)
 
     @property
+    def embedding(self) -> Tensor:
+        """Points ``[order, coordinates]`` whose distances no element changes.
+
+        They are its matrices or, without such, those that permute elements. The nearest two are at
+        distance 1.
+        """
+        points = torch.eye(self.order, dtype=torch.float64)
+        if self.matrices is not None:
+            points = self.matrices.flatten(1).double()
+        if self.order == 1:
+            return points
+        return points / torch.pdist(points).min()
+
+    @property
     def moves_positions(self) -> bool:
         """Whether elements permute positions at all."""
         return self.matrices is not None or bool(self.permutations)

@@ -7,7 +7,7 @@ import pytest
 
 from laplace_invariance.experiments import choices, papers, reproduce
 from laplace_invariance.experiments.jobs import FailedRuns, verb_of
-from laplace_invariance.experiments.options import LearnConfig, ReproduceConfig
+from laplace_invariance.experiments.options import LayersConfig, LearnConfig, ReproduceConfig
 from laplace_invariance.experiments.papers import Cell, Measure, Table
 from laplace_invariance.experiments.papers.base import NOT_RUN, spread
 
@@ -88,6 +88,29 @@ def test_what_is_missing_is_run_and_kept(tiny, tmp_path):
     tiny["fine"] = LearnConfig(data="digits", n_train=30, n_epochs=1, method="none")
     found = reproduce.read_results(config, tmp_path)
     assert list(found) == ["broken-x-0"]  # the other is of another configuration
+
+
+def test_fields_that_are_newer_than_a_run_have_their_defaults():
+    plain, other = LayersConfig(), LayersConfig(elements="positions")
+    saved = reproduce._identity(plain)
+    assert reproduce._is_of(saved, plain)
+    assert not reproduce._is_of(saved, other)
+    del saved["elements"]
+    assert reproduce._is_of(saved, plain)
+    assert not reproduce._is_of(saved, other)
+    assert not reproduce._is_of(saved | {"seed": 1}, plain)
+    assert not reproduce._is_of(saved | {"older": 1}, plain)
+
+
+def test_shares_are_means_and_ranges_over_layers():
+    def layer(**shares):
+        return {name: {"kind": name.upper(), "relative": share} for name, share in shares.items()}
+
+    report = {"a": layer(gconv=0.75, conv=0.25), "b": layer(gconv=0.25, conv=0.75)}
+    report |= {"c": layer(gconv=0.5, conv=0.5), "d": layer(conv=None)}
+    table = papers.TABLES["layers-groups"]
+    (shares,) = [measure for measure in table.measures if "share" in measure.title]
+    assert shares.words([{"report": report}]) == "GCONV 50 (25-75), CONV 50 (25-75)"
 
 
 def test_histories_are_cut_to_their_end():

@@ -10,8 +10,10 @@ import torch
 from builders import act, after_inverse
 from cases import GROUP, cycle, name_of
 from torch import nn
+from twins import block_diagonal, ggn, relative_error
 
 from laplace_invariance.curvature import (
+    AugmentedGGN,
     check_model,
 )
 from laplace_invariance.curvature.rules import rules
@@ -20,6 +22,7 @@ from laplace_invariance.layers import (
     LiftingConv2d,
 )
 from laplace_invariance.layers.group import MAX_PATCH_INDICES
+from laplace_invariance.layers.kernels import FACTORS
 
 
 def source(position, size, mode):
@@ -93,27 +96,68 @@ def test_the_rule_is_differentiable_in_the_input():
     assert torch.autograd.gradcheck(block.a, torch.randn(2, 2, 2, 3, 4, requires_grad=True))
 
 
-def test_separable_is_full_with_the_product_as_its_filter():
-    separable = GroupConv2d(
-        6, 4, 3, kernel="separable", padding=1, padding_mode="circular", groups=2
-    )
-    full = GroupConv2d(6, 4, 3, padding=1, padding_mode="circular", groups=2)
+def product_filter(layer):
+    """The filter ``[D, C / groups, order, height, width]`` of a full layer, entry by entry."""
+    n_out, order = layer.out_channels, layer.group.order
+    per_group, out_per_group = layer.in_channels // layer.groups, n_out // layer.groups
+    filter_ = torch.zeros(n_out, per_group, order, *layer.kernel_size)
+    for d, c, s in itertools.product(range(n_out), range(per_group), range(order)):
+        channel = d // out_per_group * per_group + c
+        spatial = layer.spatial.weight.detach()[channel, 0]
+        if layer.kernel == "pairwise":
+            pair = channel * out_per_group + d % out_per_group
+            spatial = layer.spatial.weight.detach()[pair, 0]
+        if layer.kernel == "depthwise":
+            mixing = layer.elements.weight[channel, s] * layer.channels.weight[d, c]
+        else:
+            mixing = layer.mixing.weight[d, c * order + s]
+        filter_[d, c, s] = mixing.detach() * act(layer.group, s, spatial)
+    return filter_
+
+
+@pytest.mark.parametrize("kernel", FACTORS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_product_is_full_with_the_product_as_its_filter(kernel, groups):
+    options = {"padding": 1, "padding_mode": "circular", "groups": groups}
+    product, full = GroupConv2d(6, 4, 3, kernel=kernel, **options), GroupConv2d(6, 4, 3, **options)
     with torch.no_grad():
-        full.weight.copy_(separable.spatial.weight * separable.mixing.weight)
-        full.bias.copy_(separable.spatial.bias)
+        full.weight.copy_(product_filter(product).flatten(1, 2))
+        full.bias.copy_(product.factors[-1].bias)
     x = torch.randn(2, 6, 4, 5, 7)
-    torch.testing.assert_close(separable(x), full(x))
+    torch.testing.assert_close(product(x), full(x))
 
 
-def test_separable_leaves_all_parameters_to_its_parts():
-    separable = GroupConv2d(3, 5, 3, kernel="separable")
-    assert [name for name, _ in separable.named_parameters()] == [
-        "mixing.weight",
-        "spatial.weight",
-        "spatial.bias",
-    ]
-    assert list(rules()[GroupConv2d](separable)) == []
-    assert check_model(separable)
+PRODUCTS = {
+    "separable": {"spatial.weight": 3 * 9, "mixing.weight": 5 * 12, "mixing.bias": 5},
+    "pairwise": {"spatial.weight": 15 * 9, "mixing.weight": 15 * 4, "mixing.bias": 5},
+    "depthwise": {
+        "spatial.weight": 3 * 9,
+        "elements.weight": 3 * 4,
+        "channels.weight": 5 * 3,
+        "channels.bias": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("kernel", FACTORS)
+def test_a_product_leaves_all_parameters_to_its_factors(kernel):
+    product = GroupConv2d(3, 5, 3, kernel=kernel)
+    found = {name: parameter.numel() for name, parameter in product.named_parameters()}
+    assert found == PRODUCTS[kernel]
+    assert list(rules()[GroupConv2d](product)) == []
+    assert check_model(product)
+
+
+@pytest.mark.parametrize("kernel", FACTORS)
+def test_curvature_of_factors_is_exact_where_nothing_is_shared(kernel):
+    for group, shape in (("p1", (1, 1, 1, 3, 3)), ("p4", (1, 1, 4, 4, 4))):
+        layer = GroupConv2d(1, 1, 3, kernel=kernel, group=group, bias=False)
+        model = nn.Sequential(layer, nn.Flatten(), nn.Tanh())
+        x = torch.randn(shape)
+        _, kron = AugmentedGGN(model, "regression").kron(x, torch.randn_like(model(x)), N=1)
+        expected = block_diagonal(ggn(model, model(x), "regression"), model).detach()
+        error = relative_error(kron.to_matrix(), expected)
+        assert error < 1e-10 if group == "p1" else error > 1e-3
 
 
 def test_pointwise_is_full_with_zeros():
@@ -143,10 +187,10 @@ def test_initial_values_fill_their_range():
         assert 0.98 * bound < layer.weight.abs().max() <= bound
         layer.reset_parameters(0.5)
         assert 0.98 * bound < 2 * layer.weight.abs().max() <= bound
-    layer = GroupConv2d(4, 50, 3, kernel="separable")
+    layer = GroupConv2d(40, 50, 3, kernel="separable")
     layer.reset_parameters(0.5)
-    assert layer.mixing.weight.abs().max() > 0.98 / 4
-    assert layer.spatial.weight.abs().max() <= 0.5 / 3
+    assert layer.spatial.weight.abs().max() > 0.98 / 3
+    assert layer.mixing.weight.abs().max() <= 0.5 / 160**0.5
 
 
 def test_layers_print_their_settings_and_survive_copies():
@@ -182,8 +226,11 @@ def test_settings_that_are_not_allowed_are_named(layer, options, match):
 
 
 def test_unknown_options_are_named():
-    with pytest.raises(ValueError, match="one of full, pointwise, separable, got 'sparse'"):
+    with pytest.raises(ValueError, match="pairwise, depthwise, got 'sparse'"):
         GroupConv2d(3, 5, 3, kernel="sparse")
+    for kernel in ("full", "depthwise"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'omega'"):
+            GroupConv2d(3, 5, 3, kernel=kernel, omega=1.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'kernel'"):
         LiftingConv2d(3, 5, 3, kernel="full")
 

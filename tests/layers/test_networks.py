@@ -17,6 +17,7 @@ from laplace_invariance.curvature import (
 )
 from laplace_invariance.layers import (
     FixupResNet,
+    GroupConv2d,
     Standardise,
     cnn,
     equivariant_cnn,
@@ -179,6 +180,7 @@ KINDS = [
     "s_fc+s_conv",
     "f_fc+conv+gconv",
     "gconv",
+    "s_fc+s_conv+s_gconv",
 ]
 
 
@@ -205,6 +207,34 @@ def test_has_as_many_parameters_as_in_the_paper(kind, expected):
         assert size(equivariant_cnn(kind, 3, 10)) == expected
 
 
+@pytest.mark.parametrize(
+    ("kernel", "width", "printed", "n_biases"),
+    [
+        ("full", 10, 1_025_380, 0),
+        ("separable", 10, 214_550, 1),
+        ("separable", 13, 358_463, 1),
+        ("depthwise", 16, 346_215, 2),
+    ],
+)
+def test_kernels_have_as_many_parameters_as_in_the_paper(kernel, width, printed, n_biases):
+    """But for its first layer, a group convolution of copies of the image, and inner biases."""
+    net = equivariant_cnn("gconv", 3, 10, width, kernel=kernel)
+    first = GroupConv2d(3, width, 3, kernel=kernel)
+    inner_biases = n_biases * (3 + 29 * width)  # one per input channel of each layer
+    found = size(net) - size(net.layer1) + size(first) + inner_biases
+    assert found == printed
+
+
+def test_elements_as_positions_need_fewer_weights():
+    channels, positions = (
+        equivariant_cnn("f_fc+gconv", 1, 3, width=1, elements=elements)
+        for elements in ("channels", "positions")
+    )
+    second = [net.layer2.f_fc.layer for net in (channels, positions)]
+    n_weights = [layer.theta_1.weight.numel() + layer.theta_2.weight.numel() for layer in second]
+    assert n_weights[0] == 4 * n_weights[1]
+
+
 def test_widths_of_basis_functions_may_be_weights():
     fixed, learnt = (
         equivariant_cnn("s_fc+s_conv", 1, 3, width=1, omega=omega) for omega in ("fixed", "weight")
@@ -227,7 +257,7 @@ def test_every_kind_maps_images_to_outputs_and_has_curvature(kind):
     assert len(kron) == len(list(net.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["conv", "s_conv", "gconv"])
+@pytest.mark.parametrize("kind", ["conv", "s_conv", "gconv", "s_gconv"])
 def test_equivariant_networks_are_invariant(kind):
     net, x = equivariant_cnn(kind, 2, 3, width=1), torch.randn(3, 2, 32, 32)
     assert equivariance_error(net, "shifts", x[:1]) < 1e-10
@@ -236,12 +266,12 @@ def test_equivariant_networks_are_invariant(kind):
         torch.cat([net(image.unsqueeze(0)) for image in x]), together, rtol=1e-10, atol=1e-12
     )
     turned = equivariance_error(net, "p4", x)
-    assert turned < 1e-10 if kind == "gconv" else turned > 1e-2
+    assert turned < 1e-10 if "gconv" in kind else turned > 1e-2
 
 
 def test_group_network_stays_equivariant_with_other_kernels():
     x = torch.randn(2, 1, 32, 32)
-    for kernel in ("full", "separable"):
+    for kernel in ("full", "separable", "pairwise", "depthwise"):
         net = equivariant_cnn("gconv", 1, 3, width=1, kernel=kernel)
         assert equivariance_error(net, ("shifts", "p4"), x, max_elements=20) < 1e-10
     assert (
@@ -278,7 +308,7 @@ def test_larger_images_and_bad_arguments():
     net = equivariant_cnn("f_fc+conv", 1, 3, width=1, in_shape=(32, 64))
     assert net(torch.randn(2, 1, 32, 64)).shape == (2, 3)
     for arguments, message in (
-        (("cnv",), r"one or more of gconv, conv, .*got 'cnv' in 'cnv'"),
+        (("cnv",), r"one or more of gconv, s_gconv, .*got 'cnv' in 'cnv'"),
         (("conv+conv",), "a path twice"),
         (("conv", 1, 3, 0), "width must be positive"),
     ):

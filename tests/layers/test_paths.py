@@ -104,14 +104,45 @@ def test_elements_of_a_group_are_further_channels_of_a_new_kind():
     assert layer(torch.randn(5, 2, 4, 4, 4)).shape == (5, 3, 4, 4, 4)
 
 
+@pytest.mark.parametrize("lift", [True, False])
+def test_factors_may_depend_on_element_and_position(lift):
+    layer = pathway(
+        "f_fc+gconv", 2, 3, (4, 4), 2, group=Group.of("p4"), lift=lift, elements="positions"
+    )
+    x = torch.randn(5, 2, 4, 4) if lift else torch.randn(5, 2, 4, 4, 4)
+    x_points = x.flatten(2)  # every element and position is a point
+    f_fc = layer.f_fc.layer
+    theta_1 = f_fc.theta_1.weight.unflatten(1, (3, 2))  # [x', c', c]
+    theta_2 = f_fc.theta_2.weight.unflatten(1, (2, -1))  # [c', c, x]
+    expected = torch.einsum("pdc,dcq,ncq->ndp", theta_1, theta_2, x_points)
+    torch.testing.assert_close(layer.f_fc(x), expected.unflatten(2, (4, 2, 2)))
+    assert layer(x).shape == (5, 3, 4, 2, 2)
+
+
+def test_dense_paths_are_the_same_for_elements_as_channels_and_as_positions():
+    x = torch.randn(5, 2, 4, 2, 3)
+    positions, channels = (Linear2d(2, 3, (8, 3)), Linear2d(8, 12, (2, 3)))
+    channels.load_state_dict(positions.state_dict())
+    torch.testing.assert_close(
+        OnGroup(positions, 4, "positions")(x), OnGroup(channels, 4, "channels")(x)
+    )
+
+
+def test_elements_are_channels_or_positions():
+    with pytest.raises(ValueError, match="one of channels, positions, got 'rows'"):
+        pathway("f_fc+gconv", 2, 3, (4, 4), group=Group.of("p4"), elements="rows")
+
+
 def test_group_convolutions_need_a_group():
     with pytest.raises(ValueError, match=r"needs a group: pathway\(..., group="):
         pathway("gconv", 2, 3, (4, 4))
+    with pytest.raises(ValueError, match="full or pointwise, got 'depthwise'"):
+        pathway("s_gconv", 2, 3, (4, 4), group=Group.of("p4"), kernel="depthwise")
 
 
 def test_kinds_are_sorted_from_the_strictest_to_the_freest():
-    assert parse_kind("fc+s_fc+f_fc+s_conv+conv+gconv") == list(PATHS)
-    assert [PATHS[name].free for name in PATHS] == [False] * 3 + [True] * 3
+    assert parse_kind("fc+s_fc+f_fc+s_conv+conv+s_gconv+gconv") == list(PATHS)
+    assert [PATHS[name].free for name in PATHS] == [False] * 4 + [True] * 3
 
 
 @pytest.mark.parametrize(

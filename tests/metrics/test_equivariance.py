@@ -9,6 +9,7 @@ from torch import nn
 from laplace_invariance.layers.convert import convert
 from laplace_invariance.layers.factored import FactoredLinear2d
 from laplace_invariance.layers.group import GroupConv2d, LiftingConv2d
+from laplace_invariance.layers.kernels import KERNELS
 from laplace_invariance.layers.pooling import GroupPool, PolyphasePool2d
 from laplace_invariance.layers.symmetry import Group
 from laplace_invariance.metrics import equivariance_error
@@ -45,7 +46,7 @@ def test_lifting_is_equivariant(group):
 
 
 @pytest.mark.parametrize("group", ["p4", "p4m"])
-@pytest.mark.parametrize("kernel", ["full", "pointwise", "separable"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_group_convolutions_are_equivariant(group, kernel):
     x = torch.randn(2, 3, Group.of(group).order, 5, 5)
     layer = GroupConv2d(3, 4, 3, group=group, kernel=kernel, **CIRCULAR)
@@ -99,7 +100,7 @@ def test_polyphase_pool_is_equivariant_where_the_background_has_the_maximum():
     assert equivariance_error(layer, "shifts", x) < EXACT
 
 
-@pytest.mark.parametrize("kernel", ["full", "pointwise", "separable"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_stack_is_equivariant_and_then_invariant(kernel):
     x = torch.randn(2, 2, 8, 8)
     net = stack(kernel=kernel)
@@ -114,7 +115,7 @@ def test_a_stack_is_equivariant_and_then_invariant(kernel):
     torch.testing.assert_close(invariant(turned_and_shifted), invariant(x))
 
 
-@pytest.mark.parametrize("kernel", ["full", "pointwise", "separable"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_an_image_does_not_depend_on_its_batch(kernel):
     net, x = stack("p4m", kernel), torch.randn(5, 2, 8, 8)
     together = net(x)

@@ -19,9 +19,9 @@ class LayersConfig(ImagesConfig):
     Attributes:
         transform: How the images are transformed.
         task: What the network predicts.
-        kind: Paths of every layer, joined by "+": gconv (group convolution), conv, s_conv
-            (convolution with a sparse filter), f_fc (fully connected, factored over positions),
-            s_fc (factored and sparse), fc.
+        kind: Paths of every layer, joined by "+": gconv (group convolution), s_gconv (with a sparse
+            filter), conv, s_conv (convolution with a sparse filter), f_fc (fully connected,
+            factored over positions), s_fc (factored and sparse), fc.
         method: How prior precisions are found.
         width: Number of channels of the first layer.
         n_epochs: Number of epochs of training.
@@ -38,7 +38,8 @@ class LayersConfig(ImagesConfig):
         start: How far the free paths, all but the strictest, are open at the start.
         per_slot: Give factored layers a gradient factor per slot in the curvature.
         omega: What the inverse widths of basis functions of sparse paths are.
-        kernel: Kernel of group convolutions in the group axis.
+        kernel: Kernel of group convolutions; with a sparse filter pointwise or full.
+        elements: What elements of the group are to fully connected paths beside group convolutions.
         augment: Train weights on images that are mirrored and shifted by up to an eighth at random;
             the evidence is that of images as they are.
         scale: Scale of the initial weights of free paths that start closed.
@@ -72,7 +73,10 @@ class LayersConfig(ImagesConfig):
     start: choices.PathsStart = field(default="closed", metadata={"meanings": choices.PATHS_STARTS})
     per_slot: bool = False
     omega: choices.Omega = field(default="fixed", metadata={"meanings": choices.OMEGAS})
-    kernel: choices.GroupKernel = "pointwise"
+    kernel: choices.GroupKernel = field(default="pointwise", metadata={"meanings": choices.KERNELS})
+    elements: choices.GroupElements = field(
+        default="channels", metadata={"meanings": choices.ELEMENTS}
+    )
     augment: bool = False
     scale: float = 0.01
     free_precision: float = 1000.0
