@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-Transform = Literal["fully_rotated", "partially_rotated", "translated", "scaled", "original"]
-Rotation = Literal["fully_rotated", "partially_rotated", "original"]
+Transform = Literal[
+    "fully_rotated",
+    "partially_rotated",
+    "translated",
+    "scaled",
+    "original",
+    "rotated_translated",
+    "rotated_scaled",
+    "translated_scaled",
+]
 RangeName = Literal["x_translation", "y_translation", "rotation", "x_scale", "y_scale", "shear"]
 NetworkName = Literal["mlp", "cnn", "lenet", "resnet", "wide-resnet"]
 EstimatorName = Literal["running", "refit", "kernel"]
@@ -47,6 +55,7 @@ TableName = Literal[
     "input-ablation",
     "input-sizes",
     "shallow",
+    "shallow-affine",
     "codes",
     "genuine",
 ]
@@ -139,7 +148,7 @@ PAIRS_TASKS: dict[PairsTask, str] = {
     "scaled-shift": "circular shifts and multiplication by 1/2 to 2, learnt from pairs",
 }
 VARIATIONAL_METHODS: dict[VariationalMethod, str] = {
-    "learnt": "range learnt by the ELBO",
-    "fixed": "range fixed, all else learnt by the ELBO",
-    "point": "range learnt by the likelihood at a point estimate",
+    "learnt": "ranges learnt by the ELBO",
+    "fixed": "ranges fixed, all else learnt by the ELBO",
+    "point": "ranges learnt by the likelihood at a point estimate",
 }

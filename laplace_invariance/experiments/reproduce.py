@@ -126,9 +126,15 @@ def read_results(
         path = place / f"{cell.name}.json"
         if path.exists():
             result = read_json(path)
-            if result["config"] == _identity(cell.config):
+            if _is_of(result, cell.config):
                 found[cell.name] = result
     return found
+
+
+def _is_of(result: Mapping[str, Any], config: Config) -> bool:
+    """Return whether a result is of a configuration; options that it does not know are defaults."""
+    defaults = _identity(type(config)())
+    return {**defaults, **result["config"]} == _identity(config)
 
 
 def _placed(run: Config, config: ReproduceConfig) -> Config:

@@ -65,7 +65,6 @@ def test_choices_of_parts_are_known():
     assert get_args(choices.Curvature) == tuple(choices.CURVATURES)
     assert get_args(choices.Structure) == tuple(choices.STRUCTURES)
     assert get_args(choices.RangeName) == AffineImage().names
-    assert set(get_args(choices.Rotation)) < set(datasets.TRANSFORM_KINDS)
     assert {"plain", *datasets.QUADRANT_TASKS} == set(choices.LAYERS_TASKS)
     assert all(source in ImagesConfig.__doc__ for source in datasets.IMAGE_SOURCES)
     assert all(path in LayersConfig.__doc__ for path in PATHS)
@@ -165,8 +164,8 @@ def test_hyphens_may_stand_for_underscores():
         (PairsConfig, {"lr": math.nan}, "lr must be positive and finite, got nan"),
         (
             VariationalConfig,
-            {"transform": "scaled"},
-            "unknown transform 'scaled'; choose from fully_rotated, partially_rotated, original",
+            {"learn": ("zoom",)},
+            r"learn must be some of x_translation, .*shear, got \['zoom'\]",
         ),
         (
             VariationalConfig,

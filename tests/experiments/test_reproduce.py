@@ -90,6 +90,20 @@ def test_what_is_missing_is_run_and_kept(tiny, tmp_path):
     assert list(found) == ["broken-x-0"]  # the other is of another configuration
 
 
+def test_results_of_before_an_option_was_added_count(tiny, tmp_path):
+    del tiny["broken"]
+    config = ReproduceConfig(name="input-mlp")
+    reproduce.reproduce(config, tmp_path)
+    kept = tmp_path / "input-mlp" / "small" / "fine-x-0.json"
+    result = json.loads(kept.read_text())
+    del result["config"]["correlated"]
+    kept.write_text(json.dumps(result))
+    assert list(reproduce.read_results(config, tmp_path)) == ["fine-x-0"]
+    del result["config"]["n_train"]  # by default all, which it is not of
+    kept.write_text(json.dumps(result))
+    assert not reproduce.read_results(config, tmp_path)
+
+
 def test_histories_are_cut_to_their_end():
     found = reproduce._shortened({"networks": {"a": {"history": [1, 2, 3], "orbit": [1]}}})
     assert found == {"networks": {"a": {"history": [3]}}}
@@ -143,6 +157,18 @@ def shallow(result):
     assert bound("fixed at ±0°", "±0°") > bound("fixed at ±180°", "±0°") + 0.1
 
 
+def affine(result):
+    true = {"rotated": "rotation", "translated": "translation", "scaled": "scale"}
+    for column, own in true.items():
+        bounds = {}
+        for row in ("none", "rotation", "translation", "scale", "affine"):
+            found = of(result, row, column, "cosine features")["runs"][0]
+            bounds[row] = found["elbo"]
+        others = [bounds[row] for row in true.values() if row != own]
+        assert min(bounds[own], bounds["affine"]) > max(*others, bounds["none"]) + 0.01
+        assert bounds["affine"] > bounds[own] - 0.05
+
+
 def rich_layers(result):
     for depth in ("1", "2"):
         errors = []
@@ -168,6 +194,7 @@ CLAIMS = {
     "input-sizes": sizes,
     "input-ablation": structures,
     "shallow": shallow,
+    "shallow-affine": affine,
     "codes": rich_layers,
     "genuine": penalties,
 }

@@ -116,29 +116,35 @@ class VariationalConfig(ImagesConfig):
     """Configuration of ``variational``: images, starts of the range, network and training.
 
     Attributes:
-        transform: How the images are rotated.
-        learnt: Starts of the range in degrees, one run each, in which the ELBO learns the range.
-        fixed: Ranges in degrees, one run each, in which the range stays.
-        point: Starts of the range in degrees, one run each, in which the likelihood of a point
-            estimate learns the range.
+        transform: How the images are transformed.
+        learn: Ranges that are learnt; the others are closed.
+        learnt: Starts in degrees, one run each, in which the ELBO learns the ranges; those that
+            are no rotations start at as many half-widths of the image, or logarithms of factors,
+            as these are radians.
+        fixed: Ranges in degrees, one run each, in which the ranges stay.
+        point: Starts in degrees, one run each, in which the likelihood of a point estimate learns
+            the ranges.
         activation: Activation of the hidden layer.
         n_features: Width of the hidden layer, even for cosines.
-        n_samples: Number of rotations of its weights.
+        n_samples: Number of transformations of its weights.
         length_scale: Length scale of the cosines, in units of the image.
         output_scale: Initial standard deviation of the outputs under the prior.
         blur: Standard deviation of the blur of the weights, in half-widths of the image.
-        draws: Draws of rotations. Those of a grid are always the same. The mean over independent
-            draws is noisier for wider ranges, so that no range wider than needed is learnt.
+        draws: Draws of transformations. Those of a grid are always the same. The mean over
+            independent draws is noisier for wider ranges, so that no range wider than needed is
+            learnt.
         n_epochs: Number of epochs of training.
         batch_size: Number of images per batch.
         lr: Step size of the covariances and the first layer.
         lr_mean: Step size of the means.
-        lr_hyper: Step size of the range and the scale.
-        n_epochs_burnin: Number of epochs in which the range stays.
-        seed: Seed of the subset, the rotations, the weights and the draws.
+        lr_hyper: Step size of the ranges and the scale.
+        n_epochs_burnin: Number of epochs in which the ranges stay.
+        seed: Seed of the subset, the transformations, the weights and the draws.
     """
 
-    transform: choices.Rotation = "fully_rotated"
+    format: ClassVar[int] = 2  # 1: one range
+    transform: choices.Transform = "fully_rotated"
+    learn: tuple[choices.RangeName, ...] = ("rotation",)
     learnt: tuple[float, ...] = field(default=(5.0,), metadata={"option": "init"})
     fixed: tuple[float, ...] = ()
     point: tuple[float, ...] = ()

@@ -6,9 +6,10 @@ configuration of the run that fills it. :mod:`laplace_invariance.experiments.rep
 
 from laplace_invariance.experiments.papers.base import Cell, Measure, Table
 from laplace_invariance.experiments.papers.input_invariances import INPUT_TABLES
+from laplace_invariance.experiments.papers.invariant_weights import WEIGHTS_TABLES
 from laplace_invariance.experiments.papers.layers import LAYER_TABLES
 from laplace_invariance.experiments.papers.others import OTHER_TABLES
 
 __all__ = ["TABLES", "Cell", "Measure", "Table"]
 
-TABLES: dict[str, Table] = INPUT_TABLES | LAYER_TABLES | OTHER_TABLES
+TABLES: dict[str, Table] = INPUT_TABLES | LAYER_TABLES | WEIGHTS_TABLES | OTHER_TABLES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,19 @@ from typing import Any
 from laplace_invariance.experiments.checks import Config
 from laplace_invariance.experiments.choices import Scale
 
-__all__ = ["NOT_RUN", "Cell", "Measure", "Table", "spread"]
+__all__ = ["NOT_RUN", "Cell", "Found", "Measure", "Table", "open_ranges", "spread"]
 
 NOT_RUN = "not run"
 Found = Mapping[str, Any]
+SHORT = {
+    "x_translation": "x shift",
+    "y_translation": "y shift",
+    "rotation": "rotation",
+    "x_scale": "x scale",
+    "y_scale": "y scale",
+    "shear": "shear",
+}
+LEAST_SHOWN = 0.05  # width of a range that is named
 
 
 @dataclass(frozen=True)
@@ -139,3 +149,20 @@ def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
     if len(values) == 1:
         return mean
     return f"{mean} ± {form.format(statistics.stdev(values))} ({len(values)})"
+
+
+def open_ranges(runs: Sequence[Mapping[str, float]]) -> str:
+    """Return means of the ranges that are open, in words.
+
+    Args:
+        runs: Widths by name, one per seed: radians, half-widths of the image, log factors.
+    """
+    parts = []
+    for name in runs[0]:
+        widths = [run[name] for run in runs]
+        if max(widths) < LEAST_SHOWN:
+            continue
+        mean = statistics.fmean(widths)
+        words = f"±{math.degrees(mean):.0f}°" if name == "rotation" else f"{mean:.2f}"
+        parts.append(f"{SHORT[name]} {words}")
+    return ", ".join(parts) or "closed"

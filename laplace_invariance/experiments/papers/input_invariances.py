@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,14 @@ from laplace_invariance.experiments.choices import (
     Transform,
 )
 from laplace_invariance.experiments.options import LearnConfig
-from laplace_invariance.experiments.papers.base import Cell, Found, Measure, Table, spread
+from laplace_invariance.experiments.papers.base import (
+    Cell,
+    Found,
+    Measure,
+    Table,
+    open_ranges,
+    spread,
+)
 
 __all__ = ["INPUT_TABLES"]
 
@@ -36,16 +42,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "Augerino as published": {"method": "augerino-published"},
 }
 DATA = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist"}
-UNITS = {"rotation": ("°", math.degrees(1)), "x_scale": ("", 1.0), "y_scale": ("", 1.0)}
-SHORT = {
-    "x_translation": "x shift",
-    "y_translation": "y shift",
-    "rotation": "rotation",
-    "x_scale": "x scale",
-    "y_scale": "y scale",
-    "shear": "shear",
-}
-LEAST_SHOWN = 0.05  # width of a range that is named
 
 
 def _accuracy(results: Sequence[Found]) -> str:
@@ -57,15 +53,7 @@ def _evidence(results: Sequence[Found]) -> str:
 
 
 def _ranges(results: Sequence[Found]) -> str:
-    """Return means of the ranges that are open."""
-    parts = []
-    for name in results[0]["magnitudes"]:
-        widths = [result["magnitudes"][name] for result in results]
-        if max(widths) >= LEAST_SHOWN:
-            unit, factor = UNITS.get(name, ("", 1.0))
-            form = "±{:.0f}" if unit else "{:.2f}"
-            parts.append(f"{SHORT[name]} {form.format(factor * sum(widths) / len(widths))}{unit}")
-    return ", ".join(parts) or "closed"
+    return open_ranges([result["magnitudes"] for result in results])
 
 
 def _cost(results: Sequence[Found]) -> str:

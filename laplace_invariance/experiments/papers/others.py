@@ -1,57 +1,16 @@
-"""Invariant weights by a bound, codes from pairs, genuine invariance."""
+"""Codes from pairs, genuine invariance."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.choices import Scale
-from laplace_invariance.experiments.options import MeasureConfig, PairsConfig, VariationalConfig
+from laplace_invariance.experiments.options import MeasureConfig, PairsConfig
 from laplace_invariance.experiments.papers.base import Cell, Found, Measure, Table, spread
 
 __all__ = ["OTHER_TABLES"]
-
-TRUE: dict[choices.Rotation, str] = {
-    "fully_rotated": "±180°",
-    "partially_rotated": "±90°",
-    "original": "±0°",
-}
-
-
-def _one_run(name: str, form: str) -> Measure:
-    """Return a number of the only run of a result of ``variational``."""
-    titles = {"range": "range in degrees", "elbo": "ELBO per image", "accuracy": "accuracy in %"}
-    factor = 100 if name == "accuracy" else 1
-    return Measure(
-        titles[name],
-        lambda results: spread([factor * result["runs"][0][name] for result in results], form),
-    )
-
-
-def _shallow(scale: Scale) -> list[Cell]:
-    options: dict[str, Any] = {
-        "small": {"data": "digits", "n_epochs": 10, "n_features": 128},
-        "large": {"data": "mnist", "n_train": 10_000, "n_epochs": 15},
-        "paper": {"data": "mnist", "n_epochs": 200, "n_features": 1024, "n_samples": 32},
-    }[scale]
-    rows: dict[str, dict[str, Any]] = {
-        "learnt, from ±5°": {"learnt": (5.0,)},
-        "fixed at ±0°": {"learnt": (), "fixed": (0.0,)},
-        "learnt, from ±90°": {"learnt": (90.0,)},
-        "fixed at ±180°": {"learnt": (), "fixed": (180.0,)},
-    }
-    features = ("cosine",) if scale == "small" else ("cosine", "relu")
-    return [
-        Cell(
-            f"{activation} features",
-            row,
-            TRUE[kind],
-            VariationalConfig(transform=kind, activation=activation, **how, **options),
-        )
-        for activation, (row, how), kind in itertools.product(features, rows.items(), TRUE)
-    ]
 
 
 def _network(result: Found) -> Found:
@@ -122,15 +81,6 @@ def _genuine(scale: Scale) -> list[Cell]:
 
 
 OTHER_TABLES = {
-    "shallow": Table(
-        "A range of rotations by a bound on the evidence",
-        "Van der Ouderaa and van der Wilk (2021), Learning Invariant Weights in Neural Networks, "
-        "table 1",
-        "The bound is highest at the true range, and a learnt range goes there from any start.",
-        _shallow,
-        (_one_run("range", "{:.0f}"), _one_run("elbo", "{:.3f}"), _one_run("accuracy", "{:.1f}")),
-        corner="range",
-    ),
     "codes": Table(
         "Codes of hidden shifts, by depth",
         "Codes from pairs, experiment II",
