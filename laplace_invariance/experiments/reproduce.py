@@ -18,6 +18,7 @@ from laplace_invariance.experiments.checks import Config
 from laplace_invariance.experiments.jobs import run_side_by_side, verb_of
 from laplace_invariance.experiments.options import ImagesConfig, ReproduceConfig
 from laplace_invariance.experiments.papers import TABLES, Cell, Table
+from laplace_invariance.experiments.table_pictures import draw_table
 from laplace_invariance.files import read_json, write_text
 
 __all__ = ["ReproduceConfig", "ReproduceResult", "read_results", "reproduce"]
@@ -33,9 +34,11 @@ KEPT: dict[str, tuple[str, ...]] = {
         "chosen",
         "ablation",
         "report",
+        "magnitudes",
     ),
     "variational": ("runs",),
     "pairs": ("networks",),
+    "plane": ("evidence", "accuracy", "range", "picture"),
     "measure": ("networks",),
 }
 # What is long, and in no table
@@ -78,8 +81,8 @@ def reproduce(
 
     Args:
         config: Which table, and its size.
-        out: Directory of all results, in which every table and size has its own; None is
-            ``results``.
+        out: Directory of all results, in which every table and size has its own, with one small
+            file per run and, of some tables, ``figure.png``; None is ``results``.
         progress_bar: Whether to show progress.
 
     Returns:
@@ -108,7 +111,9 @@ def reproduce(
         finally:
             if not any(work.iterdir()):
                 work.rmdir()
-    return ReproduceResult(config, read_results(config, out))
+    found = read_results(config, out)
+    draw_table(TABLES[config.name], config.scale, found, place)
+    return ReproduceResult(config, found)
 
 
 def read_results(

@@ -9,7 +9,14 @@ from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.checks import Config, check_not_negative, check_positive
 from laplace_invariance.experiments.options.images import ImagesConfig
 
-__all__ = ["DemoConfig", "MeasureConfig", "PairsConfig", "ReproduceConfig", "VariationalConfig"]
+__all__ = [
+    "DemoConfig",
+    "MeasureConfig",
+    "PairsConfig",
+    "PlaneConfig",
+    "ReproduceConfig",
+    "VariationalConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,8 @@ class PairsConfig(Config):
 
     Attributes:
         task: Hidden symmetry, and how it is learnt.
+        code: Code that the task dft teaches.
+        part: What the task dft trains.
         networks: Networks, one or several, each as layer-depth of encoder and decoder, such as
             rich-1 or selu-4; all are trained on the same data.
         n_features: Size of the vectors.
@@ -68,6 +77,8 @@ class PairsConfig(Config):
     """
 
     task: choices.PairsTask = field(default="dft", metadata={"meanings": choices.PAIRS_TASKS})
+    code: choices.PairsCode = field(default="sines", metadata={"meanings": choices.PAIRS_CODES})
+    part: choices.PairsPart = field(default="both", metadata={"meanings": choices.PAIRS_PARTS})
     networks: tuple[str, ...] = ("rich-1", "selu-4")
     n_features: int = 10
     width: int | None = None
@@ -91,6 +102,11 @@ class PairsConfig(Config):
             )
         for name in self.networks:
             self.layer_and_depth(name)
+        if self.task != "dft" and (self.code, self.part) != ("sines", "both"):
+            raise ValueError(
+                f"code and part are options of the task dft, which teaches a code; {self.task} "
+                "learns its own, by encoder and decoder"
+            )
 
     @staticmethod
     def layer_and_depth(name: str) -> tuple[str, int]:
@@ -190,6 +206,39 @@ class VariationalConfig(ImagesConfig):
             starts = dict.fromkeys(getattr(self, method))  # in their order, each once
             runs += [(method, start) for start in starts]
         return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaneConfig(Config):
+    """Configuration of ``plane``: labels of points, what is averaged over, and training.
+
+    Attributes:
+        labels: What the labels of points depend on.
+        method: Rotations that the network is averaged over.
+        by: What is maximised.
+        n_train: Number of training points.
+        n_samples: Number of sampled rotations per point.
+        n_epochs: Number of epochs of training.
+        seed: Seed of the points, the weights and the draws.
+    """
+
+    labels: choices.PlaneLabels = field(
+        default="radius", metadata={"meanings": choices.PLANE_LABELS}
+    )
+    method: choices.PlaneMethod = field(
+        default="learnt", metadata={"meanings": choices.PLANE_METHODS}
+    )
+    by: choices.PlaneBy = field(default="evidence", metadata={"meanings": choices.PLANE_BY})
+    n_train: int = 60
+    n_samples: int = 16
+    n_epochs: int = 400
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_train", "n_samples")
+        if self.n_epochs < 2:
+            raise ValueError(f"n_epochs must be at least 2, got {self.n_epochs}")
 
 
 @dataclass(frozen=True, kw_only=True)

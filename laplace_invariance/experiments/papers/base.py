@@ -12,7 +12,16 @@ from typing import Any
 from laplace_invariance.experiments.checks import Config
 from laplace_invariance.experiments.choices import Scale
 
-__all__ = ["NOT_RUN", "Cell", "Found", "Measure", "Table", "open_ranges", "spread"]
+__all__ = [
+    "NOT_RUN",
+    "Cell",
+    "Curve",
+    "Found",
+    "Measure",
+    "Table",
+    "open_ranges",
+    "spread",
+]
 
 NOT_RUN = "not run"
 Found = Mapping[str, Any]
@@ -70,6 +79,23 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A figure of a table whose columns are numbers: a line for every row, axes for every part.
+
+    Attributes:
+        x: What columns are.
+        y: What is drawn.
+        value: Takes what was found in a run, and returns its height.
+        log_y: Whether heights are on a logarithmic scale, as numbers of columns are.
+    """
+
+    x: str
+    y: str
+    value: Callable[[Found], float]
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
 class Table:
     """A table of a paper.
 
@@ -80,6 +106,9 @@ class Table:
         cells: Takes a size, and returns all runs, most telling first.
         measures: What is shown, one table each.
         corner: What rows are.
+        curve: Figure, if columns are numbers.
+        picture: Takes what was found in a run, and returns a picture of the plane, as
+            ``plots.predictive`` draws it, if runs have one; the figure has those of all cells.
     """
 
     title: str
@@ -88,6 +117,8 @@ class Table:
     cells: Callable[[Scale], list[Cell]]
     measures: tuple[Measure, ...]
     corner: str = "method"
+    curve: Curve | None = None
+    picture: Callable[[Found], Mapping[str, Any]] | None = None
 
     def markdown(self, scale: Scale, found: Mapping[str, Found]) -> str:
         """Return all tables in Markdown; what has not been run says so.

@@ -1,14 +1,23 @@
-"""Codes from pairs, genuine invariance."""
+"""Both kinds of symmetry at once, codes from pairs, genuine invariance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.choices import Scale
-from laplace_invariance.experiments.options import MeasureConfig, PairsConfig
-from laplace_invariance.experiments.papers.base import Cell, Found, Measure, Table, spread
+from laplace_invariance.experiments.options import LayersConfig, MeasureConfig, PairsConfig
+from laplace_invariance.experiments.papers.base import (
+    Cell,
+    Curve,
+    Found,
+    Measure,
+    Table,
+    open_ranges,
+    spread,
+)
+from laplace_invariance.experiments.papers.layers import ACCURACY, CHOSEN, EVIDENCE
 
 __all__ = ["OTHER_TABLES"]
 
@@ -19,13 +28,11 @@ def _network(result: Found) -> Found:
     return found
 
 
-def _pair_errors(results: Sequence[Found]) -> str:
-    """Return the error of the code in the last epoch."""
-    values = []
-    for result in results:
-        last = _network(result)["history"][-1]
-        values.append(last.get("code", last.get("same")))
-    return spread(values, "{:.1e}")
+def _pair_error(result: Found) -> float:
+    """Return the error in the last epoch: of the code, or of vectors if it was not learnt."""
+    last = _network(result)["history"][-1]
+    found: float = last["code" if "code" in last else "reconstruction"]
+    return found
 
 
 def _codes(scale: Scale) -> list[Cell]:
@@ -34,13 +41,20 @@ def _codes(scale: Scale) -> list[Cell]:
         "large": {"n_features": 20, "n_train": 60_000, "n_epochs": 15},
         "paper": {"n_features": 20, "n_train": 600_000, "n_epochs": 200},
     }[scale]
+    parts: dict[str, dict[str, Any]] = {
+        "moduli, sines and cosines": {},
+        "moduli and phases": {"code": "phase"},
+        "encoder alone": {"part": "encoder"},
+        "decoder alone": {"part": "decoder"},
+    }
     depths = (1, 2) if scale == "small" else (1, 2, 5, 10, 20)
-    layers = ("rich", "selu") if scale == "small" else ("rich", "selu", "relu", "tanh", "sigmoid")
+    layers = ("rich", "selu") if scale == "small" else get_args(choices.PairsLayer)
     return [
-        Cell("", layer, str(depth), PairsConfig(networks=(f"{layer}-{depth}",), **options))
+        Cell(part, layer, str(depth), PairsConfig(networks=(f"{layer}-{depth}",), **how, **options))
+        for part, how in parts.items()
         for depth in depths
         for layer in layers
-        if layer != "rich" or depth <= 2
+        if (layer != "rich" or depth <= 2) and (not how or layer in ("rich", "selu"))
     ]
 
 
@@ -80,14 +94,64 @@ def _genuine(scale: Scale) -> list[Cell]:
     ]
 
 
+def _both(scale: Scale) -> list[Cell]:
+    sizes: dict[Scale, dict[str, Any]] = {
+        "small": {"data": "digits", "n_train": 600, "n_epochs": 20, "batch_size": 25, "width": 2},
+        "large": {"data": "fashion-mnist", "n_train": 2000, "n_epochs": 40, "width": 2},
+        "paper": {"data": "fashion-mnist", "width": 10, "n_epochs": 1000, "n_samples": 20},
+    }
+    options = sizes[scale]
+    if scale != "paper":
+        options |= {"n_samples": 4, "batch_size": 50, "n_epochs_burnin": options["n_epochs"] // 2}
+    free = "conv+gconv" if scale == "small" else "f_fc+conv+gconv"
+    rows: dict[str, dict[str, Any]] = {
+        "both": {"kind": free, "ranges": "rotation"},
+        "input averaging": {"kind": "conv", "ranges": "rotation"},
+        "group paths": {"kind": free},
+        "neither": {"kind": "conv"},
+    }
+    kinds: dict[choices.Transform, str] = {"fully_rotated": "rotated", "original": "original"}
+    if scale == "small":
+        del kinds["original"]
+    return [
+        Cell("", row, kinds[kind], LayersConfig(transform=kind, **how, **options))
+        for kind in kinds
+        for row, how in rows.items()
+    ]
+
+
 OTHER_TABLES = {
+    "both": Table(
+        "Symmetry of inputs, of layers, or both",
+        "In none of the papers: the invariant average of a network whose layers choose",
+        "None; the question is whether the evidence prefers averages over rotated inputs, paths of "
+        "group convolutions, or both.",
+        _both,
+        (
+            EVIDENCE,
+            ACCURACY,
+            Measure(
+                "ranges",
+                lambda results: open_ranges([result["magnitudes"] for result in results]),
+            ),
+            CHOSEN,
+        ),
+        corner="symmetry",
+    ),
     "codes": Table(
         "Codes of hidden shifts, by depth",
-        "Codes from pairs, experiment II",
-        "Layers with products learn the code that deep networks of ordinary layers do not.",
+        "Zhang and Arodz (2021), Learning Invariance in Deep Neural Networks, figures 1 to 3",
+        "Layers with products learn the code that deep networks of ordinary layers do not; what is "
+        "hard is the encoder, not the decoder.",
         _codes,
-        (Measure("mean squared error of the code", _pair_errors),),
+        (
+            Measure(
+                "mean squared error",
+                lambda results: spread([_pair_error(result) for result in results], "{:.1e}"),
+            ),
+        ),
         corner="layers",
+        curve=Curve("depth", "mean squared error", _pair_error, log_y=True),
     ),
     "genuine": Table(
         "Is a network invariant, or only on images like those it was trained on?",
