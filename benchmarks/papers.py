@@ -44,6 +44,8 @@ def page() -> str:
             textwrap.fill(f"{table.source}. What the paper says: {table.claim}", 100),
             table.markdown(SCALE, found),
         ]
+        if table.remark:
+            parts.append(textwrap.fill(f"What does not hold here: {table.remark}", 100))
         if found and (table.curve or table.picture):
             parts.append(f"![{table.title}](images/papers-{name}.png)")
     return "\n\n".join(parts) + "\n"

@@ -35,7 +35,9 @@ LayersRanges = Literal["none", "rotation", "affine"]
 PathsStart = Literal["closed", "search", "off", "half-open", "open"]
 LayersTask = Literal["plain", "digit", "both"]
 PriorStructure = Literal["layerwise", "path", "scalar"]
-MeasureMethod = Literal["plain", "augmented", "regularised", "tied", "evidence"]
+MeasureMethod = Literal[
+    "plain", "augmented", "regularised", "regularised-saliency", "tied", "evidence"
+]
 MeasureGroup = Literal["quarter-turns", "rotations"]
 PairsTask = Literal["dft", "shift", "two-part", "permutation", "scaled-shift"]
 PairsCode = Literal["sines", "phase"]
@@ -153,6 +155,7 @@ MEASURE_METHODS: dict[MeasureMethod, str] = {
     "plain": "trained on images as they are",
     "augmented": "every image transformed at random in every epoch",
     "regularised": "the same, and the invariance error added to the loss",
+    "regularised-saliency": "the same, and the change of saliency maps added as well",
     "tied": "averaged over the group, so invariant by construction",
     "evidence": (
         "averaged with weights or a range learnt by evidence, from images transformed once"

@@ -225,7 +225,8 @@ def extrapolation(result):
 
 def penalties(result):
     changes = []
-    for method in ("plain", "augmented", "regularised", "averaged"):
+    rows = ("plain", "augmented", "regularised", "regularised, saliency too", "averaged")
+    for method in rows:
         (network,) = of(result, method, "quarter turns")["networks"].values()
         changes.append([place["predictive"] for place in network["invariance"].values()])
     for place in zip(*changes, strict=True):

@@ -107,6 +107,7 @@ class Table:
         measures: What is shown, one table each.
         corner: What rows are.
         curve: Figure, if columns are numbers.
+        remark: What does not hold here of what the paper says, and what was tried.
         picture: Takes what was found in a run, and returns a picture of the plane, as
             ``plots.predictive`` draws it, if runs have one; the figure has those of all cells.
     """
@@ -117,6 +118,7 @@ class Table:
     cells: Callable[[Scale], list[Cell]]
     measures: tuple[Measure, ...]
     corner: str = "method"
+    remark: str = ""
     curve: Curve | None = None
     picture: Callable[[Found], Mapping[str, Any]] | None = None
 
