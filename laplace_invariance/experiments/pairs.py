@@ -279,7 +279,7 @@ def _draw(directory: RunDirectory, result: PairsResult) -> None:
         curves[name] = [_drawn(record) for record in found["history"]]
 
     def draw(figure: Figure) -> None:
-        panels = [["errors", "invariant"], ["errors", "variant"]]
+        panels: list[Any] = [["errors", "invariant"], ["errors", "variant"]]
         if config.part == "decoder":
             panels = [["errors"]]
         axes = figure.subplot_mosaic(panels)

@@ -157,8 +157,11 @@ def _by_evidence(
         **recipe,
     )
 
+    la: Any = result.la  # which returns a tensor for classes
+
     def probabilities(x: Tensor) -> Tensor:
-        return result.la(x, link_approx="probit").detach()
+        found: Tensor = la(x, pred_type="glm", link_approx="probit")
+        return found.detach()
 
     return result.evidence / len(train), probabilities
 

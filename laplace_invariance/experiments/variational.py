@@ -229,7 +229,7 @@ def _run(
         progress_bar=progress_bar,
     )
     seconds = time.perf_counter() - began
-    ranges = {
+    ranges: dict[str, list[float]] = {
         name: [math.radians(start), *(record["ranges"][name] for record in history)]
         for name in config.learn
     }

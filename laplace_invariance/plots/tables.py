@@ -67,7 +67,6 @@ def predictive(picture: Mapping[str, Any], ax: Axes) -> Axes:
     )
     for points, marker in zip(picture["points"].values(), "xo", strict=False):
         xs, ys = zip(*points, strict=True)
-        style = {"mfc": "none"} if marker == "o" else {}
-        ax.plot(xs, ys, marker, color=INK, ms=4, mew=0.9, ls="", **style)
+        ax.plot(xs, ys, marker, color=INK, mfc="none", ms=4, mew=0.9, ls="")
     ax.set(xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])
     return ax
