@@ -145,8 +145,8 @@ class LayersResult:
             labelled("time", f"{self.seconds:.0f} s"),
         ]
         if self.magnitudes:
-            words = plots.short_words(self.magnitudes, (SIZE, SIZE))
-            lines.append(labelled("averaged over", words))
+            found = {name: width for name, width in self.magnitudes.items() if width}
+            lines.append(labelled("averaged over", plots.short_words(found, (SIZE, SIZE))))
         return "\n".join([str(self.report), "", *lines])
 
     def _start_words(self) -> str:
