@@ -163,7 +163,8 @@ OTHER_TABLES = {
         (Measure("accuracy on transformed test images in %", _rate), _error(0), _error(1)),
         remark="The penalty holds less on other images than on test images, where it was trained. "
         "In short trainings on digits, with one seed, stronger penalties cost accuracy, and "
-        "penalties of probabilities instead of logits were no better. One of saliency maps as well makes changes smaller in both places, and most on "
+        "penalties of probabilities instead of logits were no better. One of "
+        "saliency maps as well makes changes smaller in both places, and most on "
         "other images, but cost some accuracy, too; it has a row.",
     ),
 }
