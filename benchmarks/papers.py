@@ -16,6 +16,7 @@ import bench
 RESULTS = bench.ROOT / "benchmarks/results/papers"
 DATA = bench.ROOT.parent / "shared/data"
 PAGE = bench.ROOT / "docs/papers.md"
+IMAGES = bench.ROOT / "docs/images"
 SCALE = "large"
 HEAD = """# Tables of the papers
 
@@ -43,7 +44,22 @@ def page() -> str:
             textwrap.fill(f"{table.source}. What the paper says: {table.claim}", 100),
             table.markdown(SCALE, found),
         ]
+        if table.remark:
+            parts.append(textwrap.fill(f"What does not hold here: {table.remark}", 100))
+        if found and (table.curve or table.picture):
+            parts.append(f"![{table.title}](images/papers-{name}.png)")
     return "\n\n".join(parts) + "\n"
+
+
+def draw() -> None:
+    """Draw the figures of tables that have runs."""
+    from laplace_invariance.experiments.papers import TABLES
+    from laplace_invariance.experiments.reproduce import ReproduceConfig, read_results
+    from laplace_invariance.experiments.table_pictures import draw_table
+
+    for name, table in TABLES.items():
+        found = read_results(ReproduceConfig(name=name, scale=SCALE), RESULTS)
+        draw_table(table, SCALE, found, IMAGES, f"papers-{name}.png")
 
 
 def main() -> None:
@@ -68,6 +84,7 @@ def main() -> None:
     print(page())
     if arguments.write:
         PAGE.write_text(page())
+        draw()
 
 
 if __name__ == "__main__":

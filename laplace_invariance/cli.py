@@ -34,6 +34,7 @@ from laplace_invariance.experiments.options import (
     LearnConfig,
     MeasureConfig,
     PairsConfig,
+    PlaneConfig,
     ProfileConfig,
     ReproduceConfig,
     SuggestConfig,
@@ -122,10 +123,16 @@ VERBS = {
     ),
     "variational": Verb(
         VariationalConfig,
-        "learn a range of rotations by a lower bound on the evidence of a shallow network",
-        "Train a network of one hidden layer, whose weights are rotated, on images that were "
-        "rotated, and learn by the ELBO how far they were, from several starts; compare with fixed "
-        "ranges and a point estimate.",
+        "learn ranges by a lower bound on the evidence of a shallow network",
+        "Train a network of one hidden layer, whose weights are transformed, on images that were "
+        "transformed, and learn by the ELBO how far they were, from several starts; compare with "
+        "fixed ranges and a point estimate.",
+    ),
+    "plane": Verb(
+        PlaneConfig,
+        "learn whether labels of points ignore rotations, and draw predictions",
+        "Learn labels of a few points in the plane, which depend on their radius or on their "
+        "angle, with no, a learnt, or all invariance to rotations, and draw what is predicted.",
     ),
     "reproduce": Verb(
         ReproduceConfig,

@@ -14,9 +14,9 @@ from laplace_invariance import __version__, cli
 
 ROOT = Path(__file__).parent.parent
 RANGES = (
-    "data size test-share transform method net samples epochs train test search learn init draws "
-    "lr-aug estimator curvature structure prior subset-of-weights correlated fixed strength "
-    "lr-augerino device seed root download out resume quiet"
+    "data size test-share transform method net samples average epochs train test search learn "
+    "init draws lr-aug estimator curvature structure prior subset-of-weights correlated fixed "
+    "strength lr-augerino device seed root download out resume quiet"
 )
 POSITIONAL = {"demo": "points", "reproduce": "input-mlp"}
 OPTIONS = {
@@ -26,13 +26,15 @@ OPTIONS = {
     "profile": f"{RANGES} range values steps repeats hold-others",
     "suggest": "data size test-share transform net weights epochs ranges samples steps repeats "
     "train test seed root download out resume quiet",
-    "layers": "data transform task kind method width prior per-slot epochs train test seed root "
-    "download out resume quiet",
+    "layers": "data transform task kind method width prior ranges samples per-slot epochs train "
+    "test seed root download out resume quiet",
     "measure": "data shifted group method samples strength epochs train test seed root download "
     "out resume quiet",
-    "pairs": "task networks features train test epochs seed width alpha lr out resume quiet",
-    "variational": "data transform init fixed point features samples length-scale lr-hyper "
+    "pairs": "task code part networks features train test epochs seed width alpha lr out resume "
+    "quiet",
+    "variational": "data transform learn init fixed point features samples length-scale lr-hyper "
     "activation draws epochs train test seed root download out resume quiet",
+    "plane": "labels method by train samples epochs seed out resume quiet",
     "demo": "out epochs samples seed quiet",
 }
 

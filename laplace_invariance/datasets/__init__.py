@@ -20,9 +20,11 @@ from laplace_invariance.datasets.images import (
 )
 from laplace_invariance.datasets.readers import IMAGE_SOURCES, Split, load
 from laplace_invariance.datasets.synthetic import (
+    FOURIER_CODES,
     PAIR_TASKS,
     HiddenShifts,
     fourier_code,
+    labelled_points,
     rotate,
     rotated_shapes,
     rotation_regression,
@@ -30,6 +32,7 @@ from laplace_invariance.datasets.synthetic import (
 )
 
 __all__ = [
+    "FOURIER_CODES",
     "IMAGE_SOURCES",
     "PAIR_TASKS",
     "QUADRANT_TASKS",
@@ -41,6 +44,7 @@ __all__ = [
     "fourier_code",
     "framed",
     "hue_rotated",
+    "labelled_points",
     "load",
     "quadrants",
     "rotate",

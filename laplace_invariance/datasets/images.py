@@ -40,12 +40,18 @@ _RANGES: dict[str, dict[str, float]] = {
     "scaled": {"x_scale": math.log(2), "y_scale": math.log(2)},
     "original": {},
 }
+# two of these at once
+_COMBINED: dict[str, tuple[str, str]] = {
+    "rotated_translated": ("fully_rotated", "translated"),
+    "rotated_scaled": ("fully_rotated", "scaled"),
+    "translated_scaled": ("translated", "scaled"),
+}
 _PIXELS_MOVED = 8  # by which an image is translated at most, or
 _SHARE_MOVED = 2 / 7  # of its width, if that is less: the same at 28 x 28
 _GENERATORS = ("x_translation", "y_translation", "rotation", "x_scale", "y_scale", "shear")
 _WARPED_AT_ONCE = 4096  # images; a grid of coordinates is twice as large as a grey image
 
-TRANSFORM_KINDS = tuple(_RANGES)
+TRANSFORM_KINDS = (*_RANGES, *_COMBINED)
 QUADRANT_TASKS = {
     "digit": "labelled by what is in the image",
     "both": "labelled by what is in the image and by its quadrant",
@@ -75,12 +81,14 @@ def true_ranges(
             raise ValueError(f"both axes are scaled by one factor, got {ranges}")
     else:
         name = kind.replace("-", "_")
-        if name not in _RANGES:
+        if name not in TRANSFORM_KINDS:
             raise ValueError(f"unknown kind {kind!r}; choose from {', '.join(TRANSFORM_KINDS)}")
-        ranges = _RANGES[name]
-        if name == "translated":
-            y, x = (_moved(size) for size in shape[-2:])
-            ranges = {"x_translation": x, "y_translation": y}
+        ranges = {}
+        for part in _COMBINED.get(name, (name,)):
+            ranges |= _RANGES[part]
+            if part == "translated":
+                y, x = (_moved(size) for size in shape[-2:])
+                ranges |= {"x_translation": x, "y_translation": y}
     return {generator: ranges.get(generator, 0.0) for generator in _GENERATORS}
 
 
@@ -97,7 +105,9 @@ def transformed(
     Draws are uniform within plus or minus :func:`true_ranges`. An image is "fully_rotated" by up to
     180 degrees to either side, "partially_rotated" by up to 90, "translated" by up to 8 pixels
     along each axis, independently (2/7 of the size if that is less, as below 28 x 28), "scaled" by
-    a factor between 1/2 and 2, the same for both axes, or left as it is ("original").
+    a factor between 1/2 and 2, the same for both axes, or left as it is ("original"). It is
+    "rotated_translated", "rotated_scaled" or "translated_scaled" if two of these happen to it, and
+    the rotation is a full one.
 
     Args:
         images: Images ``[n, channels, height, width]`` in [0, 1].

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 __all__ = [
+    "FOURIER_CODES",
     "PAIR_TASKS",
     "HiddenShifts",
     "fourier_code",
+    "labelled_points",
     "rotate",
     "rotated_shapes",
     "rotation_regression",
@@ -21,6 +23,11 @@ __all__ = [
 ]
 
 PAIR_TASKS = ("dft", "shift", "two-part", "permutation", "scaled-shift")
+# parts of the codes, d numbers each
+FOURIER_CODES: dict[str, tuple[str, ...]] = {
+    "sines": ("modulus", "sine", "cosine"),
+    "phase": ("modulus", "phase"),
+}
 N_HARMONICS = 4  # of the waves
 
 
@@ -64,6 +71,31 @@ def rotated_shapes(
         angles = (2 * torch.rand(n, generator=generator) - 1) * math.pi
     labels = torch.where(angles.abs() <= max_angle, kind + 1, 0)
     return TensorDataset(rotate(points, angles), labels)
+
+
+def labelled_points(
+    n: int, labels: str = "radius", generator: torch.Generator | None = None
+) -> TensorDataset:
+    """Return points of a disc of radius 2 in two classes.
+
+    Classes are a disc and a ring about it, which rotations keep, or the upper and the lower half of
+    the plane, which they exchange.
+
+    Args:
+        n: Number of examples.
+        labels: What decides on the class, ``"radius"`` or ``"angle"``.
+        generator: Source of the points; None is torch's default generator.
+
+    Returns:
+        Points ``[n, 2]``, uniform in radius and angle, and labels ``[n]``.
+    """
+    if labels not in ("radius", "angle"):
+        raise ValueError(f"unknown labels {labels!r}; choose from radius, angle")
+    radius, turn = torch.rand(2, n, generator=generator)
+    angle = 2 * math.pi * turn
+    points = 2 * radius.unsqueeze(-1) * torch.stack([angle.cos(), angle.sin()], dim=-1)
+    decisive = radius if labels == "radius" else turn
+    return TensorDataset(points, (2 * decisive).long())
 
 
 def rotate(points: Tensor, angles: Tensor) -> Tensor:
@@ -287,8 +319,22 @@ class HiddenShifts:
         return x, other, (self.invariants(x) - self.invariants(other)).norm(dim=1)
 
 
-def fourier_code(x: Tensor) -> Tensor:
-    """Return moduli, and sines and cosines of phases, of the Fourier transform: ``[n, 3 d]``."""
+def fourier_code(x: Tensor, kind: str = "sines") -> Tensor:
+    """Return moduli and phases of the Fourier transform of vectors.
+
+    Circular shifts leave moduli as they are. Phases jump by a whole turn; their sines and cosines
+    do not.
+
+    Args:
+        x: Vectors ``[n, d]``.
+        kind: One of ``FOURIER_CODES``.
+
+    Returns:
+        Moduli, sines and cosines ``[n, 3 d]``, or moduli and phases ``[n, 2 d]``.
+    """
+    if kind not in FOURIER_CODES:
+        raise ValueError(f"unknown code {kind!r}; choose from {', '.join(FOURIER_CODES)}")
     spectrum = torch.fft.fft(x)
     phase = spectrum.angle()
-    return torch.cat([spectrum.abs(), phase.sin(), phase.cos()], dim=1)
+    parts = [phase] if kind == "phase" else [phase.sin(), phase.cos()]
+    return torch.cat([spectrum.abs(), *parts], dim=1)

@@ -8,7 +8,8 @@
 :mod:`.layers`          Learn layer by layer which symmetry a network should have.
 :mod:`.measure`         Measure how invariant networks are, in and out of distribution.
 :mod:`.pairs`           Learn a code that ignores unknown transformations, from pairs.
-:mod:`.variational`     Learn a range of rotations by a lower bound on the evidence.
+:mod:`.variational`     Learn ranges by a lower bound on the evidence of a shallow network.
+:mod:`.plane`           Learn whether labels of points ignore rotations, and draw predictions.
 :mod:`.reproduce`       Repeat a table of a paper.
 :mod:`.demo`            Run a small demonstration.
 ======================  ==========================================================================

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-Transform = Literal["fully_rotated", "partially_rotated", "translated", "scaled", "original"]
-Rotation = Literal["fully_rotated", "partially_rotated", "original"]
+Transform = Literal[
+    "fully_rotated",
+    "partially_rotated",
+    "translated",
+    "scaled",
+    "original",
+    "rotated_translated",
+    "rotated_scaled",
+    "translated_scaled",
+]
 RangeName = Literal["x_translation", "y_translation", "rotation", "x_scale", "y_scale", "shear"]
 NetworkName = Literal["mlp", "cnn", "lenet", "resnet", "wide-resnet"]
 EstimatorName = Literal["running", "refit", "kernel"]
@@ -17,18 +25,27 @@ WeightsSubset = Literal["all", "last_layer"]
 LearnMethod = Literal[
     "evidence", "none", "augerino", "augerino-published", "fixed", "trivial-augment"
 ]
+Average = Literal["outputs", "losses"]
 Switch = Literal["on", "off"]
 Curvature = Literal["ggn", "ef", "backpack-ggn", "backpack-ef", "asdl-ggn", "asdl-ef"]
 Structure = Literal["kron", "diag", "full"]
 RangesPrior = Literal["layerwise", "scalar", "diag"]
 LayersMethod = Literal["evidence", "map"]
+LayersRanges = Literal["none", "rotation", "affine"]
 PathsStart = Literal["closed", "search", "off", "half-open", "open"]
 LayersTask = Literal["plain", "digit", "both"]
 PriorStructure = Literal["layerwise", "path", "scalar"]
-MeasureMethod = Literal["plain", "augmented", "regularised", "tied", "evidence"]
+MeasureMethod = Literal[
+    "plain", "augmented", "regularised", "regularised-saliency", "tied", "evidence"
+]
 MeasureGroup = Literal["quarter-turns", "rotations"]
 PairsTask = Literal["dft", "shift", "two-part", "permutation", "scaled-shift"]
+PairsCode = Literal["sines", "phase"]
+PairsPart = Literal["both", "encoder", "decoder"]
 PairsLayer = Literal["rich", "selu", "relu", "tanh", "sigmoid"]
+PlaneLabels = Literal["radius", "angle"]
+PlaneMethod = Literal["none", "learnt", "all"]
+PlaneBy = Literal["evidence", "elbo"]
 VariationalMethod = Literal["learnt", "fixed", "point"]
 Activation = Literal["cosine", "relu"]
 Draws = Literal["independent", "sobol", "grid"]
@@ -49,8 +66,12 @@ TableName = Literal[
     "input-ablation",
     "input-sizes",
     "shallow",
+    "shallow-affine",
     "codes",
     "genuine",
+    "both",
+    "plane",
+    "input-losses",
 ]
 
 LEARN_METHODS: dict[LearnMethod, str] = {
@@ -84,6 +105,11 @@ KERNELS: dict[GroupKernel, str] = {
 ELEMENTS: dict[GroupElements, str] = {
     "channels": "further channels",
     "positions": "further positions, with fewer weights",
+}
+AVERAGES: dict[Average, str] = {
+    "outputs": "outputs of the network, which becomes invariant by it",
+    "losses": "losses, as data augmentation does: one transformation per image and pass, and none "
+    "in predictions",
 }
 SEARCH: dict[Switch, str] = {
     "on": "many are tried in short trainings, and the best is where ranges start",
@@ -120,6 +146,11 @@ LAYERS_METHODS: dict[LayersMethod, str] = {
     "evidence": "prior precisions learnt by evidence",
     "map": "prior precisions fixed at 1, the evidence estimated once at the end",
 }
+LAYERS_RANGES: dict[LayersRanges, str] = {
+    "none": "nothing, so that layers alone decide on symmetries",
+    "rotation": "rotations",
+    "affine": "rotations, translations, scales and shears",
+}
 PATHS_STARTS: dict[PathsStart, str] = {
     "closed": "nearly switched off, by --scale and --free-precision",
     "search": "where short trainings of several starts have the highest evidence",
@@ -141,22 +172,43 @@ MEASURE_METHODS: dict[MeasureMethod, str] = {
     "plain": "trained on images as they are",
     "augmented": "every image transformed at random in every epoch",
     "regularised": "the same, and the invariance error added to the loss",
+    "regularised-saliency": "the same, and the change of saliency maps added as well",
     "tied": "averaged over the group, so invariant by construction",
     "evidence": (
         "averaged with weights or a range learnt by evidence, from images transformed once"
     ),
 }
 PAIRS_TASKS: dict[PairsTask, str] = {
-    "dft": (
-        "circular shifts; the code is taught: moduli, sines and cosines of the Fourier transform"
-    ),
+    "dft": "circular shifts; the code, moduli and phases of the Fourier transform, is taught",
     "shift": "circular shifts, learnt from pairs",
     "two-part": "circular shifts of each half, learnt from pairs",
     "permutation": "shifts along a hidden cycle of the entries, learnt from pairs",
     "scaled-shift": "circular shifts and multiplication by 1/2 to 2, learnt from pairs",
 }
+PAIRS_CODES: dict[PairsCode, str] = {
+    "sines": "moduli, and sines and cosines of phases",
+    "phase": "moduli and phases",
+}
+PAIRS_PARTS: dict[PairsPart, str] = {
+    "both": "encoder and decoder",
+    "encoder": "the encoder alone, from vectors to the code",
+    "decoder": "the decoder alone, from the true code to vectors",
+}
+PLANE_LABELS: dict[PlaneLabels, str] = {
+    "radius": "a disc and a ring about it, which rotations keep",
+    "angle": "halves of the plane, which rotations exchange",
+}
+PLANE_METHODS: dict[PlaneMethod, str] = {
+    "none": "no invariance",
+    "learnt": "a range that is learnt",
+    "all": "all rotations",
+}
+PLANE_BY: dict[PlaneBy, str] = {
+    "evidence": "evidence of a Laplace approximation",
+    "elbo": "lower bound on the evidence of a shallow network",
+}
 VARIATIONAL_METHODS: dict[VariationalMethod, str] = {
-    "learnt": "range learnt by the ELBO",
-    "fixed": "range fixed, all else learnt by the ELBO",
-    "point": "range learnt by the likelihood at a point estimate",
+    "learnt": "ranges learnt by the ELBO",
+    "fixed": "ranges fixed, all else learnt by the ELBO",
+    "point": "ranges learnt by the likelihood at a point estimate",
 }

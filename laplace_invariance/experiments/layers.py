@@ -3,7 +3,8 @@
 Every layer of the network (``layers.equivariant_cnn``) is a sum of paths, say a convolution and a
 fully connected path. Each has prior precisions of its own, learnt by evidence: a path that the data
 do not need is switched off by a large one. What is left is a convolution where shifts do not
-matter, and something freer where they do.
+matter, and something freer where they do. The network may also be averaged over transformations of
+its input, whose ranges are learnt by the same evidence: both kinds of symmetry at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laplace_invariance import datasets, plots
+from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.experiments.base import (
     N_SHOWN,
     TEST_BATCH,
@@ -39,6 +41,7 @@ from laplace_invariance.experiments.choices import LAYERS_METHODS, LAYERS_TASKS,
 from laplace_invariance.experiments.directory import RunDirectory
 from laplace_invariance.experiments.options import LayersConfig
 from laplace_invariance.experiments.reports import layers_report
+from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.layers import (
     Standardise,
     closed_paths,
@@ -53,10 +56,12 @@ from laplace_invariance.marglik import (
     Objective,
     Refit,
     Result,
+    Running,
     Search,
     SearchResult,
     marglik_training,
 )
+from laplace_invariance.marglik.estimators import Estimator
 from laplace_invariance.metrics import Ablation, LayerReport, PathReport, ablation, layer_report
 from laplace_invariance.tables import labelled
 
@@ -66,7 +71,7 @@ if TYPE_CHECKING:
 __all__ = ["LayersConfig", "LayersResult", "layers"]
 
 SIZE = 32  # height and width of images, as the network takes them
-ESTIMATOR = Refit()  # nothing but priors is learnt by evidence, and a pass serves all their steps
+START_OF_RANGES = 0.1  # radians, half-widths of the image, logarithms of factors
 SEARCH = Search(keep=2, n_rounds=1)  # of starts: about a dozen trainings of ten epochs
 
 
@@ -83,6 +88,8 @@ class LayersResult:
         seconds: Duration of search and training, estimates included.
         ablation: What the network loses without each path, and which it needs.
         report: How much of each path is in use.
+        magnitudes: Learnt ranges of transformations by name: radians, half-widths of the image,
+            logarithms of factors; empty if there are none.
         search: What the search for a start tried: the best trial, all trials, and the evidence of
             guessing; None without a search.
         history: Records of ``marglik_training``, one per epoch.
@@ -98,6 +105,7 @@ class LayersResult:
     ablation: Ablation = field(repr=False)
     report: LayerReport = field(repr=False, compare=False)
     history: list[dict[str, Any]] = field(repr=False, compare=False)
+    magnitudes: dict[str, float] = field(default_factory=dict)
     search: dict[str, Any] | None = field(default=None, repr=False)
     training: Result | None = field(default=None, repr=False, compare=False)
 
@@ -113,6 +121,7 @@ class LayersResult:
             "chosen": self.report.chosen,
             "ablation": self.ablation.as_dict(),
             "report": self.report.as_dict(),
+            "magnitudes": self.magnitudes,
             "search": self.search,
         }
 
@@ -135,6 +144,9 @@ class LayersResult:
             labelled("log evidence", f"{evidence} per training image"),
             labelled("time", f"{self.seconds:.0f} s"),
         ]
+        if self.magnitudes:
+            found = {name: width for name, width in self.magnitudes.items() if width}
+            lines.append(labelled("averaged over", plots.short_words(found, (SIZE, SIZE))))
         return "\n".join([str(self.report), "", *lines])
 
     def _start_words(self) -> str:
@@ -211,6 +223,7 @@ def _read(config: LayersConfig, directory: RunDirectory) -> LayersResult | None:
         ablation=Ablation.from_dict(summary["ablation"]),
         report=LayerReport(rows),
         history=history,
+        magnitudes=summary.get("magnitudes", {}),  # which earlier versions did not learn
         search=summary["search"],
     )
 
@@ -248,7 +261,16 @@ def _model(config: LayersConfig, images: Tensor, n_classes: int) -> nn.Module:
     )
     named: OrderedDict[str, nn.Module] = OrderedDict(standardise=Standardise.of(images))
     named.update(net.named_children())
-    return nn.Sequential(named)
+    model = nn.Sequential(named)
+    if config.ranges == "none":
+        return model
+    learnt = "all" if config.ranges == "affine" else config.ranges
+    return InvariantModel(model, AffineImage(START_OF_RANGES, learnt), config.n_samples)
+
+
+def _estimator(config: LayersConfig) -> Estimator:
+    """Return the estimator: if nothing but priors is learnt, a pass serves all their steps."""
+    return Refit() if config.ranges == "none" else Running()
 
 
 def _train(
@@ -262,7 +284,10 @@ def _train(
     started = time.perf_counter()
     collate = _mirrored_and_shifted if config.augment else None
     loader = DataLoader(train, config.batch_size, shuffle=True, collate_fn=collate)
-    as_they_are = DataLoader(train, config.marglik_batch_size)
+    n_at_once = config.marglik_batch_size
+    if config.ranges != "none":  # as many images, all samples counted
+        n_at_once = max(1, n_at_once // config.n_samples)
+    as_they_are = DataLoader(train, n_at_once)
     recipe = cosine_recipe(
         config.n_epochs,
         len(loader),
@@ -277,7 +302,7 @@ def _train(
         model,
         loader,
         objective=_objective(config),
-        estimator=ESTIMATOR,
+        estimator=_estimator(config),
         prior_structure=config.prior_structure,
         prior_prec_init=_start(config, model),
         search=SEARCH if config.start == "search" else None,
@@ -303,9 +328,17 @@ def _train(
         ablation=without,
         report=layer_report(training.la, without),
         history=training.history,
+        magnitudes=_magnitudes(model),
         search=None if training.search is None else training.search.state_dict(),
         training=training,
     )
+
+
+def _magnitudes(model: nn.Module) -> dict[str, float]:
+    """Return the ranges of transformations that a network is averaged over."""
+    if isinstance(model, InvariantModel):
+        return model.augmentation.magnitudes()
+    return {}
 
 
 def _mirrored_and_shifted(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -352,5 +385,5 @@ def _draw(directory: RunDirectory, result: LayersResult, n_train: int) -> None:
         plots.layer_precisions(result.report, below)
         figure.suptitle(title)
 
-    draw_evidence(directory, result.history, n_train, title, ESTIMATOR)
+    draw_evidence(directory, result.history, n_train, title, _estimator(config))
     directory.figure("layers.png", (9, 8), shares_and_precisions)

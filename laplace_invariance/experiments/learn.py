@@ -47,10 +47,12 @@ from laplace_invariance.marglik import (
     Evidence,
     Objective,
     Result,
+    Running,
+    Search,
     marglik_training,
     plan,
 )
-from laplace_invariance.marglik.estimators import chosen_estimator
+from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
 
 __all__ = [
     "LEARN_NETWORKS",
@@ -207,7 +209,9 @@ def build_model(config: LearnConfig, net: str, n_classes: int, images: Tensor) -
     """
     augmentation = _augmentation(config)
     network = LEARN_NETWORKS[net](tuple(images.shape[1:]), n_classes)
-    return image_model(network, images, augmentation, config.n_samples)
+    # One sample is an unbiased estimate of what is averaged if losses, and curvatures, are.
+    n_samples = config.n_samples if config.average == "outputs" else 1
+    return image_model(network, images, augmentation, n_samples)
 
 
 def _check_full(model: nn.Module) -> None:
@@ -275,7 +279,7 @@ def _train(
         loader,
         objective=_objective(config),
         estimator=_estimator(config),
-        search=config.method == "evidence" and config.searches,
+        search=_search(config),
         lr_aug=rate,
         subset_of_weights=config.subset_of_weights,
         hessian_structure=config.structure,
@@ -307,11 +311,21 @@ def _planned(
     return found.summary()
 
 
-def _estimator(config: LearnConfig) -> str:
-    """Return the name of the estimator; one that sees training images must not see augmented."""
-    if config.estimator is not None:
-        return config.estimator
-    return "refit" if config.method == "trivial-augment" else "running"
+def _estimator(config: LearnConfig) -> str | Estimator:
+    """Return the estimator; one that sees training images must not see augmented."""
+    name = config.estimator
+    if name is None:
+        name = "refit" if config.method == "trivial-augment" else "running"
+    if name == "running" and config.average == "losses":
+        return Running(oversampling=1)  # outputs of several samples would be averaged
+    return name
+
+
+def _search(config: LearnConfig) -> bool | Search:
+    """Return how starts of ranges are searched, and whether they are."""
+    if config.method != "evidence" or not config.searches:
+        return False
+    return Search(oversampling=1) if config.average == "losses" else True
 
 
 def _trivially_augmented(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

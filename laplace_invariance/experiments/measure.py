@@ -1,9 +1,9 @@
 """Measure how invariant networks are that became so in different ways.
 
 The same network is trained on images as they are, on transformed ones, with the invariance error as
-a penalty, averaged over the group, and averaged with weights or ranges that the evidence learns.
-All are measured on test images of the same kind and on images of another kind, since invariance
-that was learnt from images need not hold for others.
+a penalty, with that of saliency maps as well, averaged over the group, and averaged with weights or
+ranges that the evidence learns. All are measured on test images of the same kind and on images of
+another kind, since invariance that was learnt from images need not hold for others.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ __all__ = ["MeasureConfig", "MeasureResult", "MeasuredNetwork", "measure"]
 # Number of rotations to measure with: not a multiple of the number that a network is averaged over,
 # where it is trivially invariant.
 N_MEASURED = 22
+PENALISED = ("regularised", "regularised-saliency")
 N_SPECTRUM = 64  # test images per spectrum of the Jacobian
 N_SPECTRA = 20  # spectra over training, about
 
@@ -281,8 +282,9 @@ def _learnt(method: MeasureMethod, augmentation: Augmentation | None) -> dict[st
 
 
 def _objective(config: MeasureConfig, method: MeasureMethod, group: Augmentation) -> Objective:
-    if method == "regularised":
-        return Regularised(InvarianceError(group), config.strength, MAP())
+    if method in PENALISED:
+        penalty = InvarianceError(group, saliency=float(method == "regularised-saliency"))
+        return Regularised(penalty, config.strength, MAP())
     if method == "evidence":
         return Evidence()
     return MAP()
@@ -302,7 +304,7 @@ def _loaders(
         x_train = group(x_train)
     images = TensorDataset(x_train, split.y_train)
     collate = None
-    if method in ("augmented", "regularised"):
+    if method == "augmented" or method in PENALISED:
         collate = transform
     train_loader = DataLoader(images, BATCH, shuffle=True, collate_fn=collate)
     return train_loader, DataLoader(images, MARGLIK_BATCH)

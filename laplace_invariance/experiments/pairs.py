@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import trange
 
 from laplace_invariance import plots
 from laplace_invariance.autoencoder import InvariantAutoencoder, inverse_distance_loss, network
-from laplace_invariance.datasets import HiddenShifts, fourier_code
+from laplace_invariance.datasets import FOURIER_CODES, HiddenShifts, fourier_code
 from laplace_invariance.experiments.base import seeded
 from laplace_invariance.experiments.choices import PAIRS_TASKS
 from laplace_invariance.experiments.directory import RunDirectory
@@ -42,7 +42,7 @@ class PairsResult:
         config: Configuration of the experiment.
         networks: By name, number of ``parameters``, ``seconds``, ``history``: one record of test
             errors per epoch, and the codes of one vector's ``orbit``, ``invariant`` and
-            ``variant``.
+            ``variant``, unless the encoder was not trained.
         models: Trained networks, by name, without those that were read from a file.
     """
 
@@ -54,9 +54,10 @@ class PairsResult:
         """Return the test errors of a network at the end of training.
 
         In the task "dft" these are mean squared errors of the parts of the code, of all of the
-        ``code``, and of the ``reconstruction``. In all others they are the ``loss`` of pairs, the
-        mean squared difference between invariant codes of a vector and the ``same`` vector
-        transformed, and of ``different`` vectors, and the error of the ``reconstruction``.
+        ``code``, and of the ``reconstruction``, as far as they were trained. In all others they
+        are the ``loss`` of pairs, the mean squared difference between invariant codes of a vector
+        and the ``same`` vector transformed, and of ``different`` vectors, and the error of the
+        ``reconstruction``.
 
         Args:
             name: Name of the network.
@@ -118,13 +119,14 @@ def pairs(
 
 
 def _autoencoder(config: PairsConfig, name: str) -> InvariantAutoencoder:
-    """Return a new network; a third of its code is invariant, one entry per feature."""
+    """Return a new network; one entry of its code per feature, a third of all, is invariant."""
     layer, depth = config.layer_and_depth(name)
     n_features = config.n_features
+    n_code = n_features * len(FOURIER_CODES[config.code])
     width = config.width or 8 * n_features
     return InvariantAutoencoder(
-        network(layer, n_features, 3 * n_features, depth, width),
-        network(layer, 3 * n_features, n_features, depth, width),
+        network(layer, n_features, n_code, depth, width),
+        network(layer, n_code, n_features, depth, width),
         n_invariant=n_features,
     )
 
@@ -146,7 +148,7 @@ def _train(
     test = _Pairs(*symmetry.pairs(config.n_test))
     model = _autoencoder(config, name)
     start = time.perf_counter()
-    optimizer = torch.optim.Adam(model.parameters(), lr=_step_size(config, name))
+    optimizer = torch.optim.Adam(_trained(config, model), lr=_step_size(config, name))
     n_steps = config.n_epochs * math.ceil(config.n_train / config.batch_size)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
     history: list[dict[str, float]] = []
@@ -165,15 +167,24 @@ def _train(
                 f"{name} is not finite after epoch {len(history)}; a smaller lr may help"
             )
         bar.set_postfix({key: f"{errors[key]:.1e}" for key in _shown(config)})
-    with torch.no_grad():
-        codes = model.encode(symmetry.orbit(test.x[0]))
+    orbit = {}
+    if config.part != "decoder":
+        with torch.no_grad():
+            codes = model.encode(symmetry.orbit(test.x[0]))
+        orbit = {part: values.tolist() for part, values in codes._asdict().items()}
     found = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in _trained(config, model)),
         "seconds": time.perf_counter() - start,
         "history": history,
-        "orbit": {part: values.tolist() for part, values in codes._asdict().items()},
+        "orbit": orbit,
     }
     return found, model
+
+
+def _trained(config: PairsConfig, model: InvariantAutoencoder) -> list[nn.Parameter]:
+    """Return the parameters that are trained."""
+    parts = {"both": model, "encoder": model.encoder, "decoder": model.decoder}
+    return list(parts[config.part].parameters())
 
 
 def _step_size(config: PairsConfig, name: str) -> float:
@@ -188,9 +199,11 @@ def _step_size(config: PairsConfig, name: str) -> float:
 def _loss(config: PairsConfig, model: InvariantAutoencoder, pairs: _Pairs) -> Tensor:
     """Return the error of the reconstruction plus the weighted one of the code."""
     if config.task == "dft":
-        reconstruction, codes = model(pairs.x)
-        taught = F.mse_loss(torch.cat(codes, 1), fourier_code(pairs.x))
-        return F.mse_loss(reconstruction, pairs.x) + config.weight * taught
+        code, reconstruction = _taught(config, model, pairs.x)
+        taught = F.mse_loss(code, fourier_code(pairs.x, config.code))
+        again = F.mse_loss(reconstruction, pairs.x)
+        losses = {"both": again + config.weight * taught, "encoder": taught, "decoder": again}
+        return losses[config.part]
     both = torch.cat([pairs.x, pairs.other])
     reconstruction, codes = model(both)
     code, other = codes.invariant.chunk(2)
@@ -198,20 +211,33 @@ def _loss(config: PairsConfig, model: InvariantAutoencoder, pairs: _Pairs) -> Te
     return F.mse_loss(reconstruction, both) + config.weight * apart
 
 
+def _taught(config: PairsConfig, model: InvariantAutoencoder, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes ``[n, k]`` and reconstructions ``[n, d]``; what is not trained is true."""
+    true = fourier_code(x, config.code)
+    if config.part == "decoder":
+        return true, model.decoder(true)
+    code = torch.cat(model.encode(x), 1)
+    return code, x if config.part == "encoder" else model.decoder(code)
+
+
 @torch.no_grad()
 def _errors(
     config: PairsConfig, model: InvariantAutoencoder, symmetry: HiddenShifts, test: _Pairs
 ) -> dict[str, float]:
     """Return what ``PairsResult.errors`` explains."""
-    reconstruction, codes = model(test.x)
-    found = {"reconstruction": F.mse_loss(reconstruction, test.x)}
+    found = {}
     if config.task == "dft":
-        errors = (torch.cat(codes, 1) - fourier_code(test.x)).square()
-        found["code"] = errors.mean()
-        for part, values in zip(("modulus", "sine", "cosine"), errors.chunk(3, 1), strict=True):
+        codes, reconstruction = _taught(config, model, test.x)
+        errors = (codes - fourier_code(test.x, config.code)).square()
+        parts = FOURIER_CODES[config.code]
+        for part, values in zip(parts, errors.chunk(len(parts), 1), strict=True):
             found[part] = values.mean()
+        found["code"] = errors.mean()
+        found["reconstruction"] = F.mse_loss(reconstruction, test.x)
+        found = {name: found[name] for name in _shown(config)}
     else:
-        code = codes.invariant
+        reconstruction, (code, _) = model(test.x)
+        found["reconstruction"] = F.mse_loss(reconstruction, test.x)
         other = model.encode(test.other).invariant
         transformed = symmetry.transformed(test.x, torch.Generator().manual_seed(config.seed))
         found["loss"] = inverse_distance_loss(
@@ -225,7 +251,9 @@ def _errors(
 def _shown(config: PairsConfig) -> tuple[str, ...]:
     """Return the errors that the table and the progress bar show."""
     if config.task == "dft":
-        return ("modulus", "sine", "cosine", "code", "reconstruction")
+        of_code = (*FOURIER_CODES[config.code], "code")
+        parts = {"encoder": of_code, "decoder": ("reconstruction",)}
+        return parts.get(config.part, (*of_code, "reconstruction"))
     return ("loss", "same", "different", "reconstruction")
 
 
@@ -234,8 +262,8 @@ def _drawn(record: dict[str, float]) -> float:
 
     For pairs it is a ratio, since a code that is nearly constant is not an invariant one.
     """
-    if "code" in record:
-        return record["code"]
+    if "same" not in record:
+        return record["code" if "code" in record else "reconstruction"]
     return record["same"] / (record["different"] or math.nan)
 
 
@@ -244,13 +272,17 @@ def _draw(directory: RunDirectory, result: PairsResult) -> None:
     first = config.networks[0]
     label = "squared difference of invariant codes,\nsame over different vectors"
     if config.task == "dft":
-        label = "mean squared error of the code"
+        of = "vector" if config.part == "decoder" else "code"
+        label = f"mean squared error of the {of}"
     curves = {}
     for name, found in result.networks.items():
         curves[name] = [_drawn(record) for record in found["history"]]
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplot_mosaic([["errors", "invariant"], ["errors", "variant"]])
+        panels: list[Any] = [["errors", "invariant"], ["errors", "variant"]]
+        if config.part == "decoder":
+            panels = [["errors"]]
+        axes = figure.subplot_mosaic(panels)
         plots.errors(curves, label, axes["errors"]).set_title("test error")
         for part, values in result.networks[first]["orbit"].items():
             plots.orbit_codes(values, axes[part]).set_title(f"{part} code of one vector, {first}")

@@ -18,6 +18,7 @@ from laplace_invariance.experiments.checks import Config
 from laplace_invariance.experiments.jobs import run_side_by_side, verb_of
 from laplace_invariance.experiments.options import ImagesConfig, ReproduceConfig
 from laplace_invariance.experiments.papers import TABLES, Cell, Table
+from laplace_invariance.experiments.table_pictures import draw_table
 from laplace_invariance.files import read_json, write_text
 
 __all__ = ["ReproduceConfig", "ReproduceResult", "read_results", "reproduce"]
@@ -33,9 +34,11 @@ KEPT: dict[str, tuple[str, ...]] = {
         "chosen",
         "ablation",
         "report",
+        "magnitudes",
     ),
     "variational": ("runs",),
     "pairs": ("networks",),
+    "plane": ("evidence", "accuracy", "range", "picture"),
     "measure": ("networks",),
 }
 # What is long, and in no table
@@ -78,8 +81,8 @@ def reproduce(
 
     Args:
         config: Which table, and its size.
-        out: Directory of all results, in which every table and size has its own; None is
-            ``results``.
+        out: Directory of all results, in which every table and size has its own, with one small
+            file per run and, of some tables, ``figure.png``; None is ``results``.
         progress_bar: Whether to show progress.
 
     Returns:
@@ -108,7 +111,9 @@ def reproduce(
         finally:
             if not any(work.iterdir()):
                 work.rmdir()
-    return ReproduceResult(config, read_results(config, out))
+    found = read_results(config, out)
+    draw_table(TABLES[config.name], config.scale, found, place)
+    return ReproduceResult(config, found)
 
 
 def read_results(
@@ -138,14 +143,9 @@ def _placed(run: Config, config: ReproduceConfig) -> Config:
     return replace(run, root=config.root, download=config.download)
 
 
-def _is_of(saved: dict[str, Any], config: Config) -> bool:
-    """Return whether a run had this configuration; fields newer than it have their defaults."""
-    wanted = _identity(config)
-    defaults = {entry.name: entry.default for entry in fields(config)}
-    for name in wanted.keys() - saved.keys():
-        if wanted.pop(name) != defaults.get(name):
-            return False
-    return saved == wanted
+def _is_of(saved: Mapping[str, Any], config: Config) -> bool:
+    """Return whether a run had this configuration; options newer than it have their defaults."""
+    return {**_identity(type(config)()), **saved} == _identity(config)
 
 
 def _identity(config: Config) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Learn a range of rotations by a lower bound on the evidence, from several starts.
+"""Learn ranges of transformations by a lower bound on the evidence, from several starts.
 
 A shallow network with invariant weights (``variational.ShallowNetwork``) is trained several times
-on the same images: with a range that the ELBO learns, with ranges that are fixed, and with a range
+on the same images: with ranges that the ELBO learns, with ranges that are fixed, and with ranges
 that the likelihood alone may change.
 """
 
@@ -45,24 +45,28 @@ class VariationalRun:
     """One run, from one start.
 
     Attributes:
-        method: How the range was learnt.
-        start: Range at the start, in degrees.
-        range: Range at the end, in degrees.
+        method: How the ranges were learnt.
+        start: Ranges at the start, in degrees.
         elbo: Lower bound on the log evidence per training image; None for a point estimate.
         log_likelihood: Log likelihood per training image, expected unless of a point estimate.
         accuracy: Accuracy on the test images.
         seconds: Duration of training.
-        ranges: Range at the start and after every epoch, in degrees.
+        ranges: Ranges at the start and after every epoch, by name: radians, half-widths of the
+            image, logarithms of factors.
     """
 
     method: VariationalMethod
     start: float
-    range: float
     elbo: float | None
     log_likelihood: float
     accuracy: float
     seconds: float
-    ranges: list[float]
+    ranges: dict[str, list[float]]
+
+    @property
+    def magnitudes(self) -> dict[str, float]:
+        """Ranges at the end, by name."""
+        return {name: values[-1] for name, values in self.ranges.items()}
 
 
 @dataclass(frozen=True)
@@ -103,17 +107,18 @@ class VariationalResult:
     def __str__(self) -> str:
         config = self.config
         words = transform_words(config.transform)
-        if config.transform != "original":  # only then is a truth known
-            words += f" (true range ±{_true_degrees(config):.0f} degrees)"
+        true = {name: value for name, value in _truth(config).items() if value}
+        if true:  # of images as they are, no truth is known
+            words += f" (true: {plots.short_words(true)})"
         head = f"{config.data}, {words}, seed {config.seed}"
         rows = [_row(run) for run in self.runs]
         cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-        parts = [head, table(cells, right=range(1, 7), gap=3)]
+        parts = [head, table(cells, right=(1, 3, 4, 5, 6), gap=3)]
         learnt, fixed = self.best("learnt"), self.best("fixed")
         if learnt is not None and fixed is not None:
             parts.append(
                 f"best bound: {learnt.elbo:.3f} learnt, {fixed.elbo:.3f} fixed "
-                f"(at ±{fixed.range:.0f} degrees)"
+                f"(at {plots.short_words(fixed.magnitudes)})"
             )
         return "\n\n".join(parts)
 
@@ -126,7 +131,7 @@ def _row(run: VariationalRun) -> dict[str, str]:
     return {
         "method": run.method,
         "start": f"{run.start:.1f}",
-        "range": f"{run.range:.1f}",
+        "ranges": plots.short_words(run.magnitudes),
         "ELBO per image": elbo,
         "log likelihood": f"{run.log_likelihood:.3f}",
         "test accuracy": f"{run.accuracy:.1%}",
@@ -141,18 +146,18 @@ def variational(
     resume: bool = False,
     progress_bar: bool = False,
 ) -> VariationalResult:
-    """Train a shallow network from several starts, and learn how far images were rotated.
+    """Train a shallow network from several starts, and learn how far images were transformed.
 
     Args:
-        config: Images, starts of the range, network and training.
+        config: Images, ranges and their starts, network and training.
         out: Directory for ``summary.json``, written after every run, and figures: ``ranges.png``,
-            ranges over epochs and the bound over ranges, and ``filters.png``, rows of the first
-            layer under the rotations that were learnt last; None keeps nothing.
+            ranges over epochs and, of rotations, the bound over ranges, and ``filters.png``, rows
+            of the first layer under the transformations that were learnt last; None keeps nothing.
         resume: Whether to continue in ``out``, run by run.
         progress_bar: Whether to show progress.
 
     Returns:
-        Range, bound and accuracy of every run.
+        Ranges, bound and accuracy of every run.
     """
     with RunDirectory(out, config, resume) as directory:
         runs = _read_runs(directory)
@@ -178,16 +183,14 @@ def _read_runs(directory: RunDirectory) -> list[VariationalRun]:
     return [VariationalRun(**run) for run in summary["runs"]]
 
 
-def _true_degrees(config: VariationalConfig) -> float:
-    return math.degrees(datasets.true_ranges(config.transform)["rotation"])
+def _truth(config: VariationalConfig) -> dict[str, float]:
+    return datasets.true_ranges(config.transform)
 
 
 def _model(
     config: VariationalConfig, method: VariationalMethod, start: float, split: datasets.Split
 ) -> ShallowNetwork:
-    augmentation = AffineImage(
-        init={"rotation": math.radians(start)}, learn="rotation", draws=config.draws
-    )
+    augmentation = AffineImage(init=math.radians(start), learn=config.learn, draws=config.draws)
     if method == "fixed":
         augmentation = augmentation.frozen()
     return ShallowNetwork(
@@ -226,7 +229,10 @@ def _run(
         progress_bar=progress_bar,
     )
     seconds = time.perf_counter() - began
-    ranges = [start, *(math.degrees(record["ranges"]["rotation"]) for record in history)]
+    ranges: dict[str, list[float]] = {
+        name: [math.radians(start), *(record["ranges"][name] for record in history)]
+        for name in config.learn
+    }
     log_likelihood = _log_likelihood(model, split, method)
     elbo = None
     if method != "point":
@@ -235,7 +241,6 @@ def _run(
     return VariationalRun(
         method=method,
         start=start,
-        range=ranges[-1],
         elbo=elbo,
         log_likelihood=log_likelihood,
         accuracy=accuracy(model, test, EVALUATION_BATCH),
@@ -262,30 +267,42 @@ def _log_likelihood(
     return total / len(split.y_train)
 
 
+def _degrees(runs: list[VariationalRun]) -> list[list[float]]:
+    """Return the ranges of rotations of runs, in degrees."""
+    return [[math.degrees(value) for value in run.ranges["rotation"]] for run in runs]
+
+
 def _bounds(runs: list[VariationalRun]) -> list[tuple[float, float]]:
-    return [(run.range, run.elbo) for run in runs if run.elbo is not None]
+    """Return the last ranges of rotations, in degrees, and the bounds that runs have."""
+    pairs = zip(_degrees(runs), (run.elbo for run in runs), strict=True)
+    return [(degrees[-1], elbo) for degrees, elbo in pairs if elbo is not None]
 
 
 def _draw(directory: RunDirectory, result: VariationalResult, model: ShallowNetwork) -> None:
     config, last = result.config, result.runs[-1]
     title = f"{Path(config.data).stem}, {config.transform.replace('_', ' ')}"
-    truth = _true_degrees(config)
+    truth = _truth(config)
+
+    def rotations(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        curves = {method: _degrees(result.of(method)) for method in ("learnt", "point")}
+        bounds = {method: _bounds(result.of(method)) for method in ("fixed", "learnt")}
+        true_degrees = math.degrees(truth["rotation"])
+        plots.ranges_from_starts(curves, true_degrees, left)
+        plots.bound_by_range(bounds, true_degrees, right)
+        figure.suptitle(title)
 
     def ranges(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        curves = {
-            "learnt": [run.ranges for run in result.of("learnt")],
-            "point": [run.ranges for run in result.of("point")],
-        }
-        bounds = {"fixed": _bounds(result.of("fixed")), "learnt": _bounds(result.of("learnt"))}
-        plots.ranges_from_starts(curves, truth, left)
-        plots.bound_by_range(bounds, truth, right)
+        axes = figure.subplots(1, len(plots.by_unit(config.learn)), squeeze=False)[0]
+        epochs = range(config.n_epochs + 1)
+        plots.ranges_over_epochs(epochs, last.ranges, truth, axes)
         figure.suptitle(title)
 
     def filters(figure: Figure) -> None:
         ax = plots.filter_bank(model.filter_bank(4), figure.subplots())
-        ax.set_title(f"{title}: ±{last.range:.0f} degrees")
+        ax.set_title(f"{title}: {plots.short_words(last.magnitudes)}")
 
-    directory.figure("ranges.png", (10, 4.5), ranges)
+    draw = rotations if config.learn == ("rotation",) else ranges
+    directory.figure("ranges.png", (10, 4.5), draw)
     if last.method == "learnt":
         directory.figure("filters.png", (8, 4.5), filters)

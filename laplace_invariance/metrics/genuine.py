@@ -171,10 +171,12 @@ def _saliency_cosines(model: nn.Module, x: Tensor, orbit: Orbit) -> Tensor:
     return torch.stack(cosines, 1)
 
 
-def _saliency(outputs: Tensor, classes: Tensor, x: Tensor) -> Tensor:
+def _saliency(outputs: Tensor, classes: Tensor, x: Tensor, *, create_graph: bool = False) -> Tensor:
     """Return the gradient in ``x`` of the logit of one class ``[n, 1]`` of each row."""
     logits = outputs.gather(1, classes)
-    (found,) = torch.autograd.grad(logits.sum(), x, allow_unused=True, materialize_grads=True)
+    (found,) = torch.autograd.grad(
+        logits.sum(), x, allow_unused=True, materialize_grads=True, create_graph=create_graph
+    )
     return found
 
 
@@ -189,6 +191,10 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 class InvarianceError:
     """The invariance error as a penalty, ``E |f(g x) - f(x)|^2 / 2``, over random transformations.
 
+    With ``saliency`` above zero, ``saliency * E |s(g x) - g s(x)|^2`` is added, where ``s`` is the
+    gradient, in the input, of the logit of the class that is predicted at ``x``: what a network
+    looks at should move with the image. It makes networks more invariant on other images, too.
+
     Add it to the loss of any training loop, ``loss + strength * penalty(model, x)``, or give it
     to ours, ``marglik_training(..., objective=Regularised(penalty, strength))``. Both inputs go
     through the network in one batch; an ``InvariantModel`` has draws of its own for each.
@@ -197,14 +203,22 @@ class InvarianceError:
         group: The group, as for :func:`predictive_invariance`.
         n_samples: Number of random transformations of each input, without the identity.
         generator: Source of randomness; None is torch's default generator.
+        saliency: Weight of the change of saliency maps, for images; it takes second derivatives.
     """
 
     def __init__(
-        self, group: GroupLike, n_samples: int = 1, generator: torch.Generator | None = None
+        self,
+        group: GroupLike,
+        n_samples: int = 1,
+        generator: torch.Generator | None = None,
+        saliency: float = 0.0,
     ) -> None:
         self.orbit = Orbit(group)
         self.n_samples = check_n_samples(n_samples)
         self.generator = generator
+        if not 0 <= saliency < math.inf:
+            raise ValueError(f"saliency must be finite and not negative, got {saliency}")
+        self.saliency = saliency
         if getattr(group, "draws", None) == "grid":
             raise ValueError(
                 "draws of a grid are always the same, and one is the identity; "
@@ -218,16 +232,42 @@ class InvarianceError:
             raise TypeError(
                 f"the invariance error is that of a batch of inputs, a tensor, got {kind}"
             )
+        if self.saliency:
+            return self._with_saliency(model, x)
         along = self.orbit.random(x, self.n_samples, self.generator)
         rows = torch.cat([x.unsqueeze(1), along], dim=1).flatten(0, 1)
         outputs = check_outputs(model(rows), len(rows)).unflatten(0, (len(x), -1))
         return (outputs[:, 1:] - outputs[:, :1]).square().flatten(2).sum(-1).mean() / 2
 
+    @torch.enable_grad()
+    def _with_saliency(self, model: nn.Module, x: Tensor) -> Tensor:
+        """Return the error of outputs and of their gradients in images."""
+        if x.ndim != 4:
+            raise ValueError(
+                "saliency maps are transformed like images [n, channels, height, width], got "
+                f"inputs of shape {list(x.shape)}"
+            )
+        x = x.detach().requires_grad_()
+        outputs = check_outputs(model(x), len(x))
+        classes = outputs.argmax(-1, keepdim=True)
+        own = _saliency(outputs, classes, x, create_graph=True)
+        # as further channels of the image, a map is transformed by the same draws
+        both = self.orbit.random(torch.cat([x, own], dim=1), self.n_samples, self.generator)
+        along, moved = both.flatten(0, 1).chunk(2, dim=1)
+        rows = along.detach().requires_grad_()
+        outputs_along = check_outputs(model(rows), len(rows))
+        repeated = classes.repeat_interleave(self.n_samples, 0)
+        there = _saliency(outputs_along, repeated, rows, create_graph=True)
+        change = outputs_along - outputs.repeat_interleave(self.n_samples, 0)
+        error = change.square().sum(-1).mean() / 2
+        return error + self.saliency * (there - moved).square().flatten(1).sum(-1).mean()
+
     def __repr__(self) -> str:
         # A checkpoint is known by it, so it must not say ranges, which may be being learnt.
         group = self.orbit.group
         name = type(group).__name__ if isinstance(group, Augmentation) else repr(group.name)
-        return f"InvarianceError({name}, n_samples={self.n_samples})"
+        more = f", saliency={self.saliency}" if self.saliency else ""
+        return f"InvarianceError({name}, n_samples={self.n_samples}{more})"
 
 
 @dataclass(frozen=True)

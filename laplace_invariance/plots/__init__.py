@@ -11,6 +11,7 @@ from laplace_invariance.plots.outcomes import (
 )
 from laplace_invariance.plots.paths import layer_precisions, layer_shares
 from laplace_invariance.plots.style import INK, figure
+from laplace_invariance.plots.tables import against, predictive
 from laplace_invariance.plots.training import (
     errors,
     evidence,
@@ -26,6 +27,7 @@ from laplace_invariance.plots.units import by_unit, in_unit, short_words, unit_o
 
 __all__ = [
     "INK",
+    "against",
     "bound_by_range",
     "by_method",
     "by_unit",
@@ -43,6 +45,7 @@ __all__ = [
     "layer_shares",
     "learnt_range",
     "orbit_codes",
+    "predictive",
     "probability_by_angle",
     "ranges_from_starts",
     "ranges_over_epochs",

@@ -127,6 +127,20 @@ def test_draws_are_repeated_by_the_generator_only():
         ("translated", {"x_translation": 16 / 27, "y_translation": 16 / 27}),
         ("scaled", {"x_scale": math.log(2), "y_scale": math.log(2)}),
         ("original", {}),
+        ("rotated_scaled", {"rotation": math.pi, "x_scale": math.log(2), "y_scale": math.log(2)}),
+        (
+            "translated_scaled",
+            {
+                "x_translation": 16 / 27,
+                "y_translation": 16 / 27,
+                "x_scale": math.log(2),
+                "y_scale": math.log(2),
+            },
+        ),
+        (
+            "rotated_translated",
+            {"rotation": math.pi, "x_translation": 16 / 27, "y_translation": 16 / 27},
+        ),
     ],
 )
 def test_true_ranges(kind, ranges):
@@ -139,7 +153,7 @@ REJECTED = {
     "kind": (
         torch.zeros(2, 1, 4, 4),
         "sheared",
-        "unknown kind 'sheared'; choose from fully_rotated, .*original",
+        "unknown kind 'sheared'; choose from fully_rotated, .*original, rotated_translated",
     ),
     "no channels": (torch.zeros(2, 4, 4), "scaled", r"got shape \[2, 4, 4\]"),
     "bytes": (torch.zeros(2, 1, 4, 4, dtype=torch.uint8), "scaled", "uint8"),

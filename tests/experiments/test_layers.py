@@ -11,6 +11,7 @@ from laplace_invariance import marglik
 from laplace_invariance.experiments import layers as module
 from laplace_invariance.experiments.layers import LayersConfig, layers
 from laplace_invariance.experiments.learn import LearnConfig, learn
+from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.search import PathSpace
 
 SMALL = {
@@ -71,6 +72,28 @@ def test_evidence_of_ten_classes_is_exact():
     assert result.evidence_error == 0
     assert f"{result.evidence:.3f} per training image" in str(result)
     assert result.training.la.backend.stochastic is False
+
+
+def test_networks_are_averaged_over_transformations_that_are_learnt(tmp_path):
+    options = SMALL | {"n_epochs": 4, "n_epochs_burnin": 1, "marglik_frequency": 1}
+    config = LayersConfig(kind="conv+gconv", ranges="rotation", n_samples=2, **options)
+    result = layers(config, tmp_path)
+    model = result.training.model
+    assert isinstance(model, InvariantModel)
+    assert set(result.report.chosen) <= {f"net.layer{i}" for i in range(1, 9)}
+    assert result.magnitudes["rotation"] == pytest.approx(model.augmentation.eta[2].abs().item())
+    assert result.magnitudes["rotation"] not in (0, pytest.approx(module.START_OF_RANGES))
+    assert not any(value for name, value in result.magnitudes.items() if name != "rotation")
+    assert "averaged over   rotation ±" in str(result)
+    again = layers(config, tmp_path, resume=True)
+    assert again == result
+    assert str(again) == str(result)
+
+
+@pytest.mark.parametrize("options", [{"method": "map"}, {"start": "search"}])
+def test_ranges_are_learnt_by_evidence_alone(options):
+    with pytest.raises(ValueError, match="ranges 'affine' are learnt by evidence"):
+        LayersConfig(ranges="affine", **options)
 
 
 def test_network_sees_classes_and_quadrants(finished):

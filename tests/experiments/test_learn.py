@@ -48,6 +48,21 @@ def test_every_network_runs(net):
     assert math.isfinite(learn(config).evidence)
 
 
+def test_losses_are_averaged_by_one_sample_per_pass_and_none_in_predictions():
+    config = LearnConfig(average="losses", method="fixed", **SMALL)
+    images = torch.rand(3, 1, 8, 8)
+    model = module.build_model(config, "mlp", 10, images)
+    assert model.n_samples == 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), model.net(images))
+    assert not torch.allclose(model(images), model.net(images))
+    assert module._estimator(config).oversampling == 1
+    assert module._search(LearnConfig(average="losses")).oversampling == 1
+    assert module._search(LearnConfig()) is True
+    assert module._search(config) is False
+    assert math.isfinite(learn(config).evidence)
+
+
 def test_the_wide_network_is_four_times_as_wide():
     narrow, wide = (
         LEARN_NETWORKS[name]((1, 8, 8), 10).classifier.in_features

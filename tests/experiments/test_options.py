@@ -33,16 +33,23 @@ from laplace_invariance.marglik.settings import STRUCTURES, SUBSETS
 
 KNOWN = {
     "Activation": variational.ACTIVATIONS,
+    "Average": choices.AVERAGES,
     "Draws": DRAWS,
     "Curvature": BACKENDS,
     "EstimatorName": ESTIMATORS,
     "LayersMethod": choices.LAYERS_METHODS,
     "LayersTask": choices.LAYERS_TASKS,
+    "LayersRanges": choices.LAYERS_RANGES,
     "LearnMethod": choices.LEARN_METHODS,
     "MeasureMethod": choices.MEASURE_METHODS,
     "NetworkName": LEARN_NETWORKS,
+    "PairsCode": datasets.FOURIER_CODES,
     "PairsLayer": LAYER_KINDS,
+    "PairsPart": choices.PAIRS_PARTS,
     "PairsTask": PAIR_TASKS,
+    "PlaneBy": choices.PLANE_BY,
+    "PlaneLabels": choices.PLANE_LABELS,
+    "PlaneMethod": choices.PLANE_METHODS,
     "PriorStructure": choices.LAYERS_PRIORS,
     "RangesPrior": choices.RANGES_PRIORS,
     "Structure": STRUCTURES,
@@ -66,7 +73,6 @@ def test_choices_of_parts_are_known():
     assert get_args(choices.Curvature) == tuple(choices.CURVATURES)
     assert get_args(choices.Structure) == tuple(choices.STRUCTURES)
     assert get_args(choices.RangeName) == AffineImage().names
-    assert set(get_args(choices.Rotation)) < set(datasets.TRANSFORM_KINDS)
     assert {"plain", *datasets.QUADRANT_TASKS} == set(choices.LAYERS_TASKS)
     assert all(source in ImagesConfig.__doc__ for source in datasets.IMAGE_SOURCES)
     assert all(path in LayersConfig.__doc__ for path in PATHS)
@@ -166,8 +172,8 @@ def test_hyphens_may_stand_for_underscores():
         (PairsConfig, {"lr": math.nan}, "lr must be positive and finite, got nan"),
         (
             VariationalConfig,
-            {"transform": "scaled"},
-            "unknown transform 'scaled'; choose from fully_rotated, partially_rotated, original",
+            {"learn": ("zoom",)},
+            r"learn must be some of x_translation, .*shear, got \['zoom'\]",
         ),
         (
             VariationalConfig,

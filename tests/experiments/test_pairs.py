@@ -95,6 +95,54 @@ def test_the_taught_code_has_three_parts():
     torch.testing.assert_close(coefficients, torch.fft.fft(x + 0j))
 
 
+def test_the_taught_code_may_be_moduli_and_phases():
+    config = PairsConfig(code="phase", networks=("rich-1",), **SMALL)
+    errors = pairs(config).errors("rich-1")
+    assert list(errors) == ["modulus", "phase", "code", "reconstruction"]
+    assert errors["code"] == pytest.approx((errors["modulus"] + errors["phase"]) / 2)
+    x = torch.randn(5, 4)
+    modulus, phase = fourier_code(x, "phase").chunk(2, 1)
+    torch.testing.assert_close(torch.polar(modulus, phase), torch.fft.fft(x + 0j))
+    with pytest.raises(ValueError, match="unknown code 'real'"):
+        fourier_code(x, "real")
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [("encoder", ["modulus", "sine", "cosine", "code"]), ("decoder", ["reconstruction"])],
+)
+def test_a_part_is_trained_alone(tmp_path, part, shown):
+    config = PairsConfig(part=part, networks=("selu-1",), **SMALL)
+    result = pairs(config, tmp_path)
+    assert list(result.errors("selu-1")) == shown
+    model = result.models["selu-1"]
+    other = {"encoder": model.decoder, "decoder": model.encoder}[part]
+    torch.manual_seed(0)
+    symmetry = HiddenShifts(4)
+    symmetry.pairs(config.n_train)
+    symmetry.pairs(config.n_test)
+    fresh = module._autoencoder(config, "selu-1")
+    untrained = {"encoder": fresh.decoder, "decoder": fresh.encoder}[part]
+    for found, expected in zip(other.parameters(), untrained.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    x = symmetry.pairs(3)[0]
+    code, reconstruction = module._taught(config, model, x)
+    if part == "encoder":
+        assert torch.equal(reconstruction, x)
+        assert torch.equal(code, model.encoder(x))
+    else:
+        assert torch.equal(reconstruction, model.decoder(fourier_code(x)))
+        assert result.networks["selu-1"]["orbit"] == {}
+    n_trained = sum(p.numel() for p in getattr(model, part).parameters())
+    assert result.networks["selu-1"]["parameters"] == n_trained
+    assert_drawn(tmp_path / "pairs.png")
+
+
+def test_parts_and_codes_are_taught_alone():
+    with pytest.raises(ValueError, match="options of the task dft, which teaches a code; shift"):
+        PairsConfig(task="shift", code="phase")
+
+
 @pytest.mark.parametrize("task", [task for task in PAIRS_TASKS if task != "dft"])
 def test_codes_become_invariant(task):
     sizes = {"n_features": 4, "width": 24, "n_train": 4000, "n_test": 500}

@@ -4,12 +4,14 @@ import json
 from typing import get_args
 
 import pytest
+from builders import assert_drawn
 
 from laplace_invariance.experiments import choices, papers, reproduce
 from laplace_invariance.experiments.jobs import FailedRuns, verb_of
 from laplace_invariance.experiments.options import LayersConfig, LearnConfig, ReproduceConfig
 from laplace_invariance.experiments.papers import Cell, Measure, Table
-from laplace_invariance.experiments.papers.base import NOT_RUN, spread
+from laplace_invariance.experiments.papers.base import NOT_RUN, open_ranges, spread
+from laplace_invariance.experiments.table_pictures import draw_table
 
 
 def test_there_is_a_table_of_every_name():
@@ -51,6 +53,13 @@ def test_cells_that_were_not_run_say_so():
 
 def test_a_table_without_runs():
     assert "0 of 8 runs." in table_of([])
+
+
+def test_ranges_that_are_open_are_named():
+    runs = [{"rotation": 1.5, "x_scale": 0.01}, {"rotation": 1.6416, "x_scale": 0.02}]
+    assert open_ranges(runs) == "rotation ±90°"
+    assert open_ranges([{"x_translation": 0.25, "shear": 0.1}]) == "x shift 0.25, shear 0.10"
+    assert open_ranges([{}]) == "closed"
 
 
 @pytest.fixture
@@ -113,6 +122,36 @@ def test_shares_are_means_and_ranges_over_layers():
     assert shares.words([{"report": report}]) == "GCONV 50 (25-75), CONV 50 (25-75)"
 
 
+def test_results_of_before_an_option_was_added_count(tiny, tmp_path):
+    del tiny["broken"]
+    config = ReproduceConfig(name="input-mlp")
+    reproduce.reproduce(config, tmp_path)
+    kept = tmp_path / "input-mlp" / "small" / "fine-x-0.json"
+    result = json.loads(kept.read_text())
+    del result["config"]["correlated"]
+    kept.write_text(json.dumps(result))
+    assert list(reproduce.read_results(config, tmp_path)) == ["fine-x-0"]
+    del result["config"]["n_train"]  # by default all, which it is not of
+    kept.write_text(json.dumps(result))
+    assert not reproduce.read_results(config, tmp_path)
+
+
+def test_figures_are_made_from_the_files(tmp_path):
+    table = papers.TABLES["input-sizes"]
+    found = {cell.name: {"accuracy": 0.5 + 0.01 * i} for i, cell in enumerate(table.cells("small"))}
+    place = draw_table(table, "small", found, tmp_path)
+    assert_drawn(place)
+    assert draw_table(table, "small", {}, tmp_path) is None
+    assert draw_table(papers.TABLES["shallow"], "small", found, tmp_path) is None
+
+
+def test_pictures_of_all_cells_are_in_one_figure(tmp_path):
+    table = papers.TABLES["plane"]
+    picture = {"reach": 1.0, "probabilities": [[0.1, 0.9]], "points": {"0": [[0.0, 0.5]]}}
+    found = {cell.name: {"picture": picture} for cell in table.cells("small")[:4]}
+    assert_drawn(draw_table(table, "small", found, tmp_path))
+
+
 def test_histories_are_cut_to_their_end():
     found = reproduce._shortened({"networks": {"a": {"history": [1, 2, 3], "orbit": [1]}}})
     assert found == {"networks": {"a": {"history": [3]}}}
@@ -166,18 +205,51 @@ def shallow(result):
     assert bound("fixed at ±0°", "±0°") > bound("fixed at ±180°", "±0°") + 0.1
 
 
+def affine(result):
+    true = {"rotated": "rotation", "translated": "translation", "scaled": "scale"}
+    for column, own in true.items():
+        bounds = {}
+        for row in ("none", "rotation", "translation", "scale", "affine"):
+            found = of(result, row, column, "cosine features")["runs"][0]
+            bounds[row] = found["elbo"]
+        others = [bounds[row] for row in true.values() if row != own]
+        assert min(bounds[own], bounds["affine"]) > max(*others, bounds["none"]) + 0.01
+        assert bounds["affine"] > bounds[own] - 0.05
+
+
 def rich_layers(result):
+    def error(layer, depth, part, name="code"):
+        (network,) = of(result, layer, depth, part)["networks"].values()
+        return network["history"][-1][name]
+
     for depth in ("1", "2"):
-        errors = []
-        for layer in ("rich", "selu"):
-            (network,) = of(result, layer, depth)["networks"].values()
-            errors.append(network["history"][-1]["code"])
-        assert errors[0] < errors[1]
+        for part in ("moduli, sines and cosines", "encoder alone"):
+            assert error("rich", depth, part) < error("selu", depth, part)
+    for depth in ("1", "2"):
+        decoder = error("selu", depth, "decoder alone", "reconstruction")
+        assert decoder < error("selu", depth, "encoder alone")
+
+
+def losses(result):
+    rows = ("outputs, learnt ranges", "losses, learnt ranges", "nothing")
+    outputs, of_losses, nothing = (of(result, row, "fully rotated") for row in rows)
+    assert outputs["magnitudes"]["rotation"] > 2 > of_losses["magnitudes"]["rotation"]
+    assert outputs["evidence"] > max(of_losses["evidence"], nothing["evidence"]) + 0.2
+
+
+def extrapolation(result):
+    for part in ("evidence", "ELBO"):
+        found = [of(result, row, "labels by radius", part) for row in ("learnt", "none")]
+        assert found[0]["range"] > 150
+        assert found[0]["evidence"] > found[1]["evidence"]
+        assert found[0]["accuracy"] > found[1]["accuracy"]
+        assert of(result, "learnt", "labels by angle", part)["range"] < 90
 
 
 def penalties(result):
     changes = []
-    for method in ("plain", "augmented", "regularised", "averaged"):
+    rows = ("plain", "augmented", "regularised", "regularised, saliency too", "averaged")
+    for method in rows:
         (network,) = of(result, method, "quarter turns")["networks"].values()
         changes.append([place["predictive"] for place in network["invariance"].values()])
     for place in zip(*changes, strict=True):
@@ -191,7 +263,10 @@ CLAIMS = {
     "input-sizes": sizes,
     "input-ablation": structures,
     "shallow": shallow,
+    "shallow-affine": affine,
     "codes": rich_layers,
+    "input-losses": losses,
+    "plane": extrapolation,
     "genuine": penalties,
 }
 

@@ -1,9 +1,11 @@
 """``variational``: runs from several starts, and its command line."""
 
 import json
+import math
 import shutil
 
 import pytest
+from builders import assert_drawn
 
 from laplace_invariance.experiments.variational import VariationalConfig, variational
 
@@ -24,13 +26,14 @@ def test_every_start_is_run(finished):
     assert [(run.method, run.start) for run in result.runs] == plan
     assert {path.name for path in out.iterdir()} == FILES
     for run in result.runs:
-        assert len(run.ranges) == 3
-        assert run.ranges[0] == run.start
-        assert run.ranges[-1] == run.range
+        (degrees,) = ([math.degrees(one) for one in values] for values in run.ranges.values())
+        assert len(degrees) == 3
+        assert degrees[0] == pytest.approx(run.start)
+        assert math.degrees(run.magnitudes["rotation"]) == degrees[-1]
         if run.method == "fixed":
-            assert run.range == pytest.approx(run.start, abs=1e-4)
+            assert degrees[-1] == pytest.approx(run.start, abs=1e-4)
         else:
-            assert run.range != run.start
+            assert degrees[-1] != pytest.approx(run.start, abs=1e-4)
         assert (run.elbo is None) == (run.method == "point")
         assert run.elbo is None or run.elbo < run.log_likelihood < 0
 
@@ -54,13 +57,28 @@ def test_finished_runs_are_read_and_others_run(finished, tmp_path, capfd):
     capfd.readouterr()
     again = variational(config, tmp_path, resume=True, progress_bar=True)
     said = [line for line in capfd.readouterr().err.splitlines() if "from ±" in line]
-    assert said == ["range learnt by the likelihood at a point estimate, from ±20 degrees"]
+    assert said == ["ranges learnt by the likelihood at a point estimate, from ±20 degrees"]
     for run, expected in zip(again.runs, result.runs, strict=True):
-        assert (run.elbo, run.range, run.accuracy) == (
+        assert (run.elbo, run.ranges, run.accuracy) == (
             expected.elbo,
-            expected.range,
+            expected.ranges,
             expected.accuracy,
         )
+
+
+def test_several_ranges_are_learnt_at_once(tmp_path):
+    learn = ("x_translation", "rotation", "y_scale")
+    config = VariationalConfig(transform="translated_scaled", learn=learn, **SMALL)
+    result = variational(config, tmp_path)
+    (run,) = result.runs
+    assert tuple(run.ranges) == learn
+    for values in run.ranges.values():
+        assert values[0] == math.radians(5)
+        assert values[-1] != pytest.approx(values[0])
+    assert "true: translation ±0.59, scale" in str(result)
+    assert_drawn(tmp_path / "ranges.png")
+    again = variational(config, tmp_path, resume=True)
+    assert again == result
 
 
 # The command line.
@@ -71,10 +89,10 @@ def test_variational_prints_a_table(tmp_path, capfd, run_cli):
     arguments = f"variational {words} --transform partially-rotated", "--out", tmp_path / "run"
     run_cli(*arguments)
     out, err = capfd.readouterr()
-    assert "true range ±90 degrees" in out
+    assert "true: rotation ±90°" in out
     for word in ("learnt     5.0", "learnt    90.0", "fixed      0.0", "best bound", "filters.png"):
         assert word in out
-    for word in ("range learnt by the ELBO, from ±5 degrees", "2/2", "elbo", "rotation"):
+    for word in ("ranges learnt by the ELBO, from ±5 degrees", "2/2", "elbo", "rotation"):
         assert word in err
     run_cli(*arguments, "--resume", "--quiet")
     assert capfd.readouterr().out == out

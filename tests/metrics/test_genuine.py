@@ -278,6 +278,51 @@ def test_error_has_the_gradient_of_finite_differences():
     torch.testing.assert_close(gradient, central_differences(error, weight), rtol=1e-6, atol=1e-8)
 
 
+def test_saliency_maps_should_move_with_the_image():
+    model, x = small_cnn(), images(3)
+    classes = model(x).argmax(-1)
+
+    def saliency(y):
+        y = y.detach().requires_grad_()
+        logits = model(y)[torch.arange(len(y)), classes]
+        return torch.autograd.grad(logits.sum(), y)[0]
+
+    all_of_them = torch.stack(
+        [
+            (saliency(y) - moved).square().flatten(1).sum(1)
+            for y, moved in zip(quarter_turned(x), quarter_turned(saliency(x)), strict=True)
+        ],
+        1,
+    )
+    errors = []
+    for seed in range(300):
+        source = [torch.Generator().manual_seed(seed) for _ in range(2)]
+        both = InvarianceError("p4", 3, source[0], saliency=2.0)(model, x)
+        errors.append((both - InvarianceError("p4", 3, source[1])(model, x)).detach() / 2)
+    torch.testing.assert_close(torch.stack(errors).mean(), all_of_them.mean(), rtol=0.05, atol=0)
+    assert InvarianceError("p4", saliency=1.0)(averaged_cnn(), x).item() < 1e-20
+
+
+def test_error_of_saliency_has_the_gradient_of_finite_differences():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))
+    x = torch.rand(3, 1, 5, 5)
+
+    def error():
+        return InvarianceError("p4", 2, torch.Generator().manual_seed(0), 0.5)(model, x)
+
+    weight = model[0].weight
+    (gradient,) = torch.autograd.grad(error(), weight)
+    torch.testing.assert_close(gradient, central_differences(error, weight), rtol=1e-5, atol=1e-8)
+
+
+def test_saliency_is_that_of_images():
+    with pytest.raises(ValueError, match=r"like images .* got inputs of shape \[3, 4\]"):
+        InvarianceError("p4", saliency=1.0)(nn.Linear(4, 2), torch.rand(3, 4))
+    with pytest.raises(ValueError, match="saliency must be finite and not negative, got -1"):
+        InvarianceError("p4", saliency=-1)
+    assert repr(InvarianceError("p4", saliency=0.5)).endswith("n_samples=1, saliency=0.5)")
+
+
 FEW = {
     "n_epochs": 20,
     "n_epochs_burnin": 10,

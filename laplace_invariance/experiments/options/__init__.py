@@ -10,6 +10,7 @@ from laplace_invariance.experiments.options.others import (
     DemoConfig,
     MeasureConfig,
     PairsConfig,
+    PlaneConfig,
     ReproduceConfig,
     VariationalConfig,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "LearnConfig",
     "MeasureConfig",
     "PairsConfig",
+    "PlaneConfig",
     "ProfileConfig",
     "RangesConfig",
     "ReproduceConfig",

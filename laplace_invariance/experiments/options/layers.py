@@ -40,6 +40,9 @@ class LayersConfig(ImagesConfig):
         omega: What the inverse widths of basis functions of sparse paths are.
         kernel: Kernel of group convolutions; with a sparse filter pointwise or full.
         elements: What elements of the group are to fully connected paths beside group convolutions.
+        ranges: Transformations that the network is averaged over, with ranges that are learnt by
+            evidence.
+        n_samples: Number of sampled transformations per image, if there are any.
         augment: Train weights on images that are mirrored and shifted by up to an eighth at random;
             the evidence is that of images as they are.
         scale: Scale of the initial weights of free paths that start closed.
@@ -77,6 +80,10 @@ class LayersConfig(ImagesConfig):
     elements: choices.GroupElements = field(
         default="channels", metadata={"meanings": choices.ELEMENTS}
     )
+    ranges: choices.LayersRanges = field(
+        default="none", metadata={"meanings": choices.LAYERS_RANGES}
+    )
+    n_samples: int = 8
     augment: bool = False
     scale: float = 0.01
     free_precision: float = 1000.0
@@ -85,8 +92,13 @@ class LayersConfig(ImagesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "width", "n_epochs", "batch_size", "lr", "marglik_frequency")
-        check_positive(self, "lr_hyp", "marglik_batch_size", "free_precision")
+        check_positive(self, "lr_hyp", "marglik_batch_size", "free_precision", "n_samples")
         check_not_negative(self, "lr_min", "n_epochs_burnin", "n_hypersteps", "scale")
+        if self.ranges != "none" and (self.method != "evidence" or self.start == "search"):
+            raise ValueError(
+                f"ranges {self.ranges!r} are learnt by evidence, from where they start: they need "
+                "method 'evidence', and a start of free paths without a search"
+            )
         if self.start == "closed":
             return
         if self.method != "evidence" or self.prior_structure == "scalar":

@@ -9,7 +9,14 @@ from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.checks import Config, check_not_negative, check_positive
 from laplace_invariance.experiments.options.images import ImagesConfig
 
-__all__ = ["DemoConfig", "MeasureConfig", "PairsConfig", "ReproduceConfig", "VariationalConfig"]
+__all__ = [
+    "DemoConfig",
+    "MeasureConfig",
+    "PairsConfig",
+    "PlaneConfig",
+    "ReproduceConfig",
+    "VariationalConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,8 @@ class PairsConfig(Config):
 
     Attributes:
         task: Hidden symmetry, and how it is learnt.
+        code: Code that the task dft teaches.
+        part: What the task dft trains.
         networks: Networks, one or several, each as layer-depth of encoder and decoder, such as
             rich-1 or selu-4; all are trained on the same data.
         n_features: Size of the vectors.
@@ -68,6 +77,8 @@ class PairsConfig(Config):
     """
 
     task: choices.PairsTask = field(default="dft", metadata={"meanings": choices.PAIRS_TASKS})
+    code: choices.PairsCode = field(default="sines", metadata={"meanings": choices.PAIRS_CODES})
+    part: choices.PairsPart = field(default="both", metadata={"meanings": choices.PAIRS_PARTS})
     networks: tuple[str, ...] = ("rich-1", "selu-4")
     n_features: int = 10
     width: int | None = None
@@ -91,6 +102,11 @@ class PairsConfig(Config):
             )
         for name in self.networks:
             self.layer_and_depth(name)
+        if self.task != "dft" and (self.code, self.part) != ("sines", "both"):
+            raise ValueError(
+                f"code and part are options of the task dft, which teaches a code; {self.task} "
+                "learns its own, by encoder and decoder"
+            )
 
     @staticmethod
     def layer_and_depth(name: str) -> tuple[str, int]:
@@ -116,29 +132,35 @@ class VariationalConfig(ImagesConfig):
     """Configuration of ``variational``: images, starts of the range, network and training.
 
     Attributes:
-        transform: How the images are rotated.
-        learnt: Starts of the range in degrees, one run each, in which the ELBO learns the range.
-        fixed: Ranges in degrees, one run each, in which the range stays.
-        point: Starts of the range in degrees, one run each, in which the likelihood of a point
-            estimate learns the range.
+        transform: How the images are transformed.
+        learn: Ranges that are learnt; the others are closed.
+        learnt: Starts in degrees, one run each, in which the ELBO learns the ranges; those that
+            are no rotations start at as many half-widths of the image, or logarithms of factors,
+            as these are radians.
+        fixed: Ranges in degrees, one run each, in which the ranges stay.
+        point: Starts in degrees, one run each, in which the likelihood of a point estimate learns
+            the ranges.
         activation: Activation of the hidden layer.
         n_features: Width of the hidden layer, even for cosines.
-        n_samples: Number of rotations of its weights.
+        n_samples: Number of transformations of its weights.
         length_scale: Length scale of the cosines, in units of the image.
         output_scale: Initial standard deviation of the outputs under the prior.
         blur: Standard deviation of the blur of the weights, in half-widths of the image.
-        draws: Draws of rotations. Those of a grid are always the same. The mean over independent
-            draws is noisier for wider ranges, so that no range wider than needed is learnt.
+        draws: Draws of transformations. Those of a grid are always the same. The mean over
+            independent draws is noisier for wider ranges, so that no range wider than needed is
+            learnt.
         n_epochs: Number of epochs of training.
         batch_size: Number of images per batch.
         lr: Step size of the covariances and the first layer.
         lr_mean: Step size of the means.
-        lr_hyper: Step size of the range and the scale.
-        n_epochs_burnin: Number of epochs in which the range stays.
-        seed: Seed of the subset, the rotations, the weights and the draws.
+        lr_hyper: Step size of the ranges and the scale.
+        n_epochs_burnin: Number of epochs in which the ranges stay.
+        seed: Seed of the subset, the transformations, the weights and the draws.
     """
 
-    transform: choices.Rotation = "fully_rotated"
+    format: ClassVar[int] = 2  # 1: one range
+    transform: choices.Transform = "fully_rotated"
+    learn: tuple[choices.RangeName, ...] = ("rotation",)
     learnt: tuple[float, ...] = field(default=(5.0,), metadata={"option": "init"})
     fixed: tuple[float, ...] = ()
     point: tuple[float, ...] = ()
@@ -184,6 +206,39 @@ class VariationalConfig(ImagesConfig):
             starts = dict.fromkeys(getattr(self, method))  # in their order, each once
             runs += [(method, start) for start in starts]
         return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaneConfig(Config):
+    """Configuration of ``plane``: labels of points, what is averaged over, and training.
+
+    Attributes:
+        labels: What the labels of points depend on.
+        method: Rotations that the network is averaged over.
+        by: What is maximised.
+        n_train: Number of training points.
+        n_samples: Number of sampled rotations per point.
+        n_epochs: Number of epochs of training.
+        seed: Seed of the points, the weights and the draws.
+    """
+
+    labels: choices.PlaneLabels = field(
+        default="radius", metadata={"meanings": choices.PLANE_LABELS}
+    )
+    method: choices.PlaneMethod = field(
+        default="learnt", metadata={"meanings": choices.PLANE_METHODS}
+    )
+    by: choices.PlaneBy = field(default="evidence", metadata={"meanings": choices.PLANE_BY})
+    n_train: int = 60
+    n_samples: int = 16
+    n_epochs: int = 400
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_train", "n_samples")
+        if self.n_epochs < 2:
+            raise ValueError(f"n_epochs must be at least 2, got {self.n_epochs}")
 
 
 @dataclass(frozen=True, kw_only=True)

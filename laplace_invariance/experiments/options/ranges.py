@@ -21,7 +21,8 @@ class RangesConfig(ImagesConfig):
 
     Attributes:
         net: Network; by default cnn for images in colour, and mlp for grey ones.
-        n_samples: Number of sampled transformations per image.
+        n_samples: Number of sampled transformations per image, if outputs are averaged.
+        average: What is averaged over transformations.
         n_epochs: Number of epochs of training.
         search: Whether starts are searched for the ranges that evidence learns; by default on,
             unless init says where they start.
@@ -49,6 +50,7 @@ class RangesConfig(ImagesConfig):
     format: ClassVar[int] = 5
     net: choices.NetworkName | None = None
     n_samples: int = 8
+    average: choices.Average = field(default="outputs", metadata={"meanings": choices.AVERAGES})
     n_epochs: int = 100
     search: choices.Switch | None = field(default=None, metadata={"meanings": choices.SEARCH})
     learn: tuple[choices.RangeName, ...] = get_args(choices.RangeName)

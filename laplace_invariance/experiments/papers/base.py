@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,28 @@ from typing import Any
 from laplace_invariance.experiments.checks import Config
 from laplace_invariance.experiments.choices import Scale
 
-__all__ = ["NOT_RUN", "Cell", "Measure", "Table", "spread"]
+__all__ = [
+    "NOT_RUN",
+    "Cell",
+    "Curve",
+    "Found",
+    "Measure",
+    "Table",
+    "open_ranges",
+    "spread",
+]
 
 NOT_RUN = "not run"
 Found = Mapping[str, Any]
+SHORT = {
+    "x_translation": "x shift",
+    "y_translation": "y shift",
+    "rotation": "rotation",
+    "x_scale": "x scale",
+    "y_scale": "y scale",
+    "shear": "shear",
+}
+LEAST_SHOWN = 0.05  # width of a range that is named
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,23 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A figure of a table whose columns are numbers: a line for every row, axes for every part.
+
+    Attributes:
+        x: What columns are.
+        y: What is drawn.
+        value: Takes what was found in a run, and returns its height.
+        log_y: Whether heights are on a logarithmic scale, as numbers of columns are.
+    """
+
+    x: str
+    y: str
+    value: Callable[[Found], float]
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
 class Table:
     """A table of a paper.
 
@@ -70,6 +106,10 @@ class Table:
         cells: Takes a size, and returns all runs, most telling first.
         measures: What is shown, one table each.
         corner: What rows are.
+        curve: Figure, if columns are numbers.
+        remark: What does not hold here of what the paper says, and what was tried.
+        picture: Takes what was found in a run, and returns a picture of the plane, as
+            ``plots.predictive`` draws it, if runs have one; the figure has those of all cells.
     """
 
     title: str
@@ -78,6 +118,9 @@ class Table:
     cells: Callable[[Scale], list[Cell]]
     measures: tuple[Measure, ...]
     corner: str = "method"
+    remark: str = ""
+    curve: Curve | None = None
+    picture: Callable[[Found], Mapping[str, Any]] | None = None
 
     def markdown(self, scale: Scale, found: Mapping[str, Found]) -> str:
         """Return all tables in Markdown; what has not been run says so.
@@ -139,3 +182,20 @@ def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
     if len(values) == 1:
         return mean
     return f"{mean} ± {form.format(statistics.stdev(values))} ({len(values)})"
+
+
+def open_ranges(runs: Sequence[Mapping[str, float]]) -> str:
+    """Return means of the ranges that are open, in words.
+
+    Args:
+        runs: Widths by name, one per seed: radians, half-widths of the image, log factors.
+    """
+    parts = []
+    for name in runs[0]:
+        widths = [run[name] for run in runs]
+        if max(widths) < LEAST_SHOWN:
+            continue
+        mean = statistics.fmean(widths)
+        words = f"±{math.degrees(mean):.0f}°" if name == "rotation" else f"{mean:.2f}"
+        parts.append(f"{SHORT[name]} {words}")
+    return ", ".join(parts) or "closed"

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from laplace_invariance.experiments.choices import (
     Curvature,
     NetworkName,
+    PlaneBy,
+    PlaneLabels,
+    PlaneMethod,
     Scale,
     Structure,
     Transform,
 )
-from laplace_invariance.experiments.options import LearnConfig
-from laplace_invariance.experiments.papers.base import Cell, Found, Measure, Table, spread
+from laplace_invariance.experiments.options import LearnConfig, PlaneConfig
+from laplace_invariance.experiments.papers.base import (
+    Cell,
+    Curve,
+    Found,
+    Measure,
+    Table,
+    open_ranges,
+    spread,
+)
 
 __all__ = ["INPUT_TABLES"]
 
@@ -36,16 +46,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "Augerino as published": {"method": "augerino-published"},
 }
 DATA = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist"}
-UNITS = {"rotation": ("°", math.degrees(1)), "x_scale": ("", 1.0), "y_scale": ("", 1.0)}
-SHORT = {
-    "x_translation": "x shift",
-    "y_translation": "y shift",
-    "rotation": "rotation",
-    "x_scale": "x scale",
-    "y_scale": "y scale",
-    "shear": "shear",
-}
-LEAST_SHOWN = 0.05  # width of a range that is named
 
 
 def _accuracy(results: Sequence[Found]) -> str:
@@ -57,15 +57,7 @@ def _evidence(results: Sequence[Found]) -> str:
 
 
 def _ranges(results: Sequence[Found]) -> str:
-    """Return means of the ranges that are open."""
-    parts = []
-    for name in results[0]["magnitudes"]:
-        widths = [result["magnitudes"][name] for result in results]
-        if max(widths) >= LEAST_SHOWN:
-            unit, factor = UNITS.get(name, ("", 1.0))
-            form = "±{:.0f}" if unit else "{:.2f}"
-            parts.append(f"{SHORT[name]} {form.format(factor * sum(widths) / len(widths))}{unit}")
-    return ", ".join(parts) or "closed"
+    return open_ranges([result["magnitudes"] for result in results])
 
 
 def _cost(results: Sequence[Found]) -> str:
@@ -204,6 +196,43 @@ def _sizes(scale: Scale) -> list[Cell]:
     return cells
 
 
+def _losses(scale: Scale) -> list[Cell]:
+    options: dict[str, Any] = {
+        "small": {"data": "digits", "n_epochs": 40},
+        "large": {"data": "mnist", "n_train": 2000},
+        "paper": {"data": "mnist", "n_epochs": 1000, "n_samples": 31},
+    }[scale]
+    rows: dict[str, dict[str, Any]] = {
+        "outputs, learnt ranges": {"method": "evidence"},
+        "losses, learnt ranges": {"method": "evidence", "average": "losses"},
+        "outputs, all rotations": {"method": "fixed"},
+        "losses, all rotations": {"method": "fixed", "average": "losses"},
+        "nothing": {"method": "none"},
+    }
+    kinds: tuple[Transform, ...] = ("fully_rotated", "original")
+    return [
+        Cell("", row, KINDS[kind], LearnConfig(transform=kind, net="mlp", **how, **options))
+        for kind in kinds
+        for row, how in rows.items()
+    ]
+
+
+def _plane(scale: Scale) -> list[Cell]:
+    parts: dict[PlaneBy, str] = {"evidence": "evidence", "elbo": "ELBO"}
+    columns: dict[PlaneLabels, str] = {"radius": "labels by radius", "angle": "labels by angle"}
+    rows: dict[PlaneMethod, str] = {"none": "none", "learnt": "learnt", "all": "all rotations"}
+    seeds = range(1 if scale == "small" else 3)
+    return [
+        Cell(
+            parts[by],
+            rows[method],
+            columns[labels],
+            PlaneConfig(by=by, labels=labels, method=method, seed=seed),
+        )
+        for seed, by, labels, method in itertools.product(seeds, parts, columns, rows)
+    ]
+
+
 INPUT_TABLES = {
     "input-mlp": Table(
         "Learnt ranges of an MLP, five kinds of images",
@@ -242,11 +271,41 @@ INPUT_TABLES = {
         (ACCURACY, EVIDENCE, RANGES, COST),
         corner="structure",
     ),
+    "input-losses": Table(
+        "Averages of outputs, and averages of losses",
+        f"{SOURCE}, section 4.1",
+        "Ranges are learnt by the evidence of a network whose outputs are averaged; if losses are, "
+        "as in data augmentation, the evidence cannot choose them.",
+        _losses,
+        (ACCURACY, EVIDENCE, RANGES),
+        corner="averages of",
+    ),
+    "plane": Table(
+        "Points in the plane, and what is predicted far from them",
+        f"{SOURCE}, figure 1, and Van der Ouderaa and van der Wilk (2021), Learning Invariant "
+        "Weights in Neural Networks, figure 1",
+        "Where labels ignore rotations, learnt invariance finds that out and extrapolates by it; "
+        "where they do not, it stays closed.",
+        _plane,
+        (
+            ACCURACY,
+            Measure("log evidence per point, or its bound", _evidence),
+            Measure(
+                "range in degrees",
+                lambda results: spread([result["range"] for result in results], "{:.0f}"),
+            ),
+        ),
+        corner="rotations",
+        picture=lambda result: result["picture"],
+    ),
     "input-sizes": Table(
         "Training sets of several sizes, fully rotated",
         f"{SOURCE}, figure 3",
         "With learnt ranges a network needs a fraction of the images for the same accuracy.",
         _sizes,
         (ACCURACY, EVIDENCE, RANGES),
+        curve=Curve(
+            "training images", "test accuracy in %", lambda result: 100 * result["accuracy"]
+        ),
     ),
 }
