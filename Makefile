@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo release-check test-matrix clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -88,6 +88,13 @@ bench-fine-tuning: $(READY)  ## fine-tune networks that were trained before; res
 zoo: $(READY)  ## which networks of torchvision, timm and transformers are covered; results that are there stay
 	$(BIN)/pip install --quiet -e .[zoo]
 	$(BIN)/python benchmarks/bench_zoo.py --write
+
+test-matrix: $(READY)  ## test other versions of Python and torch, gigabytes and hours; results that are there stay
+	$(BIN)/python tools/matrix.py
+
+release-check: $(READY)  ## build the package, install it into a new environment and try it; minutes
+	$(BIN)/pip install --quiet -e .[release]
+	$(BIN)/python tools/release_check.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

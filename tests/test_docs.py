@@ -17,7 +17,12 @@ from laplace_invariance.curvature import check_model, rules
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [README, *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+]
 
 
 def name_of(path):
