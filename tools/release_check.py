@@ -150,7 +150,7 @@ def main() -> None:
         sdist, wheel = build(Path(directory) / "dist")
         if not arguments.no_install:
             install_and_try(sdist, wheel, Path(directory))
-    print(f"{version()} can be released")
+    print(f"{version()} passes all checks that ran")
 
 
 if __name__ == "__main__":
