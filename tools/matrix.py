@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +100,22 @@ def tried(python: str | Path, scratch: Path) -> dict[str, Any]:
     return json.loads(asked.stdout) | outcome(report)
 
 
+def path_of(python: str, torch: str) -> Path:
+    """Return the file of a combination; of Python, a version such as "3.12" or "3.12.1"."""
+    minor = ".".join(python.split(".")[:2])
+    return RESULTS / f"python{minor}-torch{torch}.json"
+
+
 def keep(found: dict[str, Any]) -> None:
     """Write the result of one combination."""
-    minor = found["python"].rpartition(".")[0]
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"python{minor}-torch{found['torch']}.json"
-    path.write_text(json.dumps(found, indent=2) + "\n")
+    path_of(found["python"], found["torch"]).write_text(json.dumps(found, indent=2) + "\n")
 
 
 def run_missing() -> None:
     """Run the combinations that have no result yet, as far as there is a Python for them."""
     for version, torch, torchvision in COMBINATIONS:
-        if (RESULTS / f"python{version}-torch{torch}.json").exists():
+        if path_of(version, torch).exists():
             continue
         found = interpreter(version)
         if found is None:
@@ -130,26 +133,16 @@ def run_missing() -> None:
 # The table.
 
 
-def results() -> Iterator[dict[str, Any]]:
-    """Yield what is known, older versions first."""
-    found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
-    yield from sorted(found, key=lambda one: (numbers(one["python"]), numbers(one["torch"])))
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Return a version such as "3.12.1" as numbers."""
-    return tuple(int(part) for part in version.split("."))
-
-
 def table() -> str:
-    """Return all results as a table."""
-    names = ("python", "torch", "torchvision", "numpy")
-    lines = [
-        "| Python | torch | torchvision | numpy | tests | failed |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one in results():
-        cells = [*(one[name] for name in names), str(one["tests"]), str(len(one["failed"]))]
+    """Return all combinations as a table, with what is known of them."""
+    lines = ["| Python | torch | torchvision | numpy | tests | failed |", "|---" * 6 + "|"]
+    for python, torch, torchvision in COMBINATIONS:
+        cells = [python, torch, torchvision, "", "not run yet", ""]
+        path = path_of(python, torch)
+        if path.exists():
+            found = json.loads(path.read_text())
+            cells = [found[name] for name in ("python", "torch", "torchvision", "numpy")]
+            cells += [str(found["tests"]), str(len(found["failed"]))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
