@@ -6,7 +6,7 @@ READY  := $(VENV)/.installed
 DOCS   := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo docs tutorials upstream test-laplace clean
+.PHONY: help demo test test-slow coverage lint format bench bench-estimators bench-learning bench-regret bench-suggest bench-paths bench-fine-tuning papers fuzz networks mutants soak reliability zoo docs tutorials upstream test-laplace release-check test-matrix clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -106,6 +106,13 @@ upstream: $(READY)  ## make upstream SDIST=file LAPLACE=checkout: try the change
 
 test-laplace: $(READY)  ## make test-laplace LAPLACE=checkout: run laplace-torch's tests on our backends
 	$(BIN)/python upstream/their_tests.py $(LAPLACE)
+
+test-matrix: $(READY)  ## test other versions of Python and torch, gigabytes and hours; results that are there stay
+	$(BIN)/python tools/matrix.py
+
+release-check: $(READY)  ## build the package, install it into a new environment and try it; minutes
+	$(BIN)/pip install --quiet -e .[release]
+	$(BIN)/python tools/release_check.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build dist site *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache

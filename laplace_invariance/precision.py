@@ -47,11 +47,19 @@ def single(x: Any) -> Any:
     return x
 
 
+def _accelerator() -> torch.device | None:
+    """Return the accelerator of this machine, if there is one."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # of torch 2.6 if there is none
+        return None
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Disable ``torch.autocast`` inside the context."""
     kinds = ["cpu"]
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _accelerator()
     if accelerator is not None:
         kinds.append(accelerator.type)
     enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]

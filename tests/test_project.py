@@ -20,16 +20,18 @@ def test_the_version_stands_in_one_place():
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", li.__version__)
 
 
-def test_public_names_are_found_when_asked_for():
-    """In a new process, where nothing has been imported before; without warnings of others."""
+def test_public_names_are_found_when_asked_for_without_a_word():
+    """In a new process, where nothing has been imported before; warnings of others are errors."""
     code = """
 import laplace_invariance as li
 assert set(li.__all__) <= set(dir(li))
 for name in li.__all__:
     getattr(li, name)
+li.curvature.AsdlAugmentedGGN, li.curvature.BackPackAugmentedGGN
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def ask_at_once():

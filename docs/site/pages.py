@@ -27,9 +27,11 @@ PAGES = {
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
+    "upstream/README.md": "upstream.md",
 }
 PAGES = {source: page for source, page in PAGES.items() if (ROOT / source).exists()}
 CODE = (
+    "CITATION.cff",
     "examples/*.py",
     "benchmarks/*.json",
     "benchmarks/results/*.json",
@@ -55,7 +57,7 @@ def tutorials() -> dict[str, str]:
 def code_page(path: Path) -> str:
     """Return a page with the text of a file, which the search leaves out."""
     text = path.read_text()
-    language = {".py": "python", ".json": "json"}[path.suffix]
+    language = {".py": "python", ".json": "json", ".cff": "yaml"}[path.suffix]
     top = "---\nsearch: {exclude: true}\n---\n"
     return f"{top}\n# {path.name}\n\n````{language}\n{text}````\n"
 

@@ -25,7 +25,7 @@ from laplace_invariance.curvature import (
     load_state_dict,
     rules,
 )
-from laplace_invariance.curvature.trace import chunks
+from laplace_invariance.curvature.trace import chunks, shortcuts
 from laplace_invariance.curvature.trace.calls import Trace
 
 CLASSES = 3
@@ -809,3 +809,17 @@ def test_pooled_activations_have_the_gradient_of_autograd(activation, pooling, m
     actual = gradient()
     monkeypatch.setattr(chunks, "shortcuts", lambda modules: nullcontext())
     torch.testing.assert_close(actual, gradient())
+
+
+@pytest.mark.parametrize(
+    ("hooks", "expected"),
+    [(lambda _: None, "_ElementwiseBackward"), (None, "TanhBackward0")],
+    ids=["known", "unknown, as before torch 2.8"],
+)
+def test_a_shortcut_is_taken_only_if_it_is_known_not_to_be_in_a_checkpoint(
+    hooks, expected, monkeypatch
+):
+    monkeypatch.setattr(shortcuts, "_saved_tensors_hooks", hooks)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
+    with shortcuts.shortcuts(net.modules()):
+        assert type(net(torch.randn(2, 3)).grad_fn).__name__ == expected

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN, TangentKernelBound, check_model
 from laplace_invariance.draws import common_draws
+from laplace_invariance.precision import without_autocast
 
 HALF = (torch.float16, torch.bfloat16)
 every_half = pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -174,3 +175,12 @@ def test_training_under_autocast_is_that_without_but_for_rounding(estimator, dty
     assert without[3] < without[0] - 0.02  # it learns
     torch.testing.assert_close(inside, without, rtol=0, atol=0.02)
     assert not torch.equal(inside, without)  # the training loss does use it
+
+
+def test_a_machine_without_accelerator_has_none_in_any_version_of_torch(monkeypatch):
+    def refuse():
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)  # torch 2.6
+    with torch.autocast("cpu", torch.bfloat16), without_autocast():
+        assert not torch.is_autocast_enabled("cpu")

@@ -40,6 +40,9 @@ POOLING = (
     nn.AdaptiveMaxPool3d,
 )
 
+# The hooks that replace saved tensors at present, or None
+_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 
 class _Elementwise(torch.autograd.Function):
     """``y`` as a function of ``x`` with derivative ``d``, which may itself depend on ``x``."""
@@ -197,10 +200,11 @@ def _differentiated(args: tuple[Tensor, ...]) -> bool:
     """Return whether a module is differentiated, outside of ``torch.utils.checkpoint``.
 
     That replaces saved tensors one by one, in the order of the operations, and does not know what
-    shortcuts keep beside them.
+    shortcuts keep beside them. Before torch 2.8 nobody can tell, and no shortcut is taken.
     """
-    replaced = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return len(args) == 1 and args[0].requires_grad and not replaced
+    if _saved_tensors_hooks is None or _saved_tensors_hooks(True) is not None:
+        return False
+    return len(args) == 1 and args[0].requires_grad
 
 
 def _convolution(
