@@ -29,7 +29,8 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "upstream/README.md": "upstream.md",
 }
-PAGES = {source: page for source, page in PAGES.items() if (ROOT / source).exists()}
+for _path in sorted(ROOT.glob("upstream/parts/*/pull_request.md")):
+    PAGES[_path.relative_to(ROOT).as_posix()] = f"upstream/{_path.parent.name}.md"
 CODE = (
     "CITATION.cff",
     "examples/*.py",
@@ -37,6 +38,7 @@ CODE = (
     "benchmarks/results/*.json",
     "docs/make_picture.py",
     "laplace_invariance/curvature/__init__.py",
+    "upstream/*.py",
 )
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 BLOCK = re.compile(r"(^```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
