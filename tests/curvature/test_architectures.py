@@ -27,6 +27,7 @@ from laplace_invariance.curvature import (
 )
 from laplace_invariance.curvature.trace import chunks
 from laplace_invariance.curvature.trace.calls import Trace
+from laplace_invariance.curvature.trace.matching import match
 
 CLASSES = 3
 
@@ -475,6 +476,12 @@ def test_layer_that_is_not_called_has_zero_curvature():
     assert all(f.abs().max() == 0 for fs in kron.kfacs[2:] for f in fs)
     _, diagonal = AugmentedGGN(net, "classification").diag(x, y)
     assert diagonal[12:].abs().max() == 0
+
+
+def test_the_sizes_that_chunks_are_made_by():
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    found = match(net, list(net.parameters()), net, torch.randn(4, 2))
+    assert (found.n_inputs, found.n_outputs, found.size) == (4, CLASSES, 5 + CLASSES + 1)
 
 
 def test_model_is_left_as_it_was():

@@ -6,14 +6,16 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from laplace_invariance.hyper import being_learnt, hyperparameters
+from laplace_invariance.hyper import Hyperparameterised, being_learnt, hyperparameters
+from laplace_invariance.invariant import InvariantModel
 
-__all__ = ["MANY_WALKS", "Guards", "Walks", "check_loader_of_fit"]
+__all__ = ["MANY_WALKS", "Fingerprints", "Guards", "Walks", "check_loader_of_fit"]
 
 MOST_CALLS = 8  # from a backend up to laplace's fit
 GUARDED = {
@@ -24,6 +26,23 @@ GUARDED = {
 BLOCK = 2**18  # numbers that are looked at together
 MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # large and odd
 MANY_WALKS = 4  # backward passes through one fit, from which on they seem to be a mistake
+
+
+@dataclass(frozen=True, eq=False)
+class Fingerprints:
+    """What a fit depends on.
+
+    Attributes:
+        numbers: A number each for weights, buffers and inputs, which changes with any of them.
+        learnt: Hyperparameters that are learnt.
+        modules: Modules of the model.
+        options: Options and hooks of each module, as far as it says.
+    """
+
+    numbers: Tensor
+    learnt: list[Tensor]
+    modules: list[nn.Module]
+    options: list[tuple[object, ...]]
 
 
 class Guards:
@@ -38,22 +57,25 @@ class Guards:
         self._model = model
         self._walks = Walks()
 
-    def fingerprints(self, inputs: Sequence[Tensor] = ()) -> Tensor:
-        """Return a number each for weights, buffers and inputs, which changes with any of them.
+    def fingerprints(self, inputs: Sequence[Tensor] = ()) -> Fingerprints:
+        """Return what a fit depends on.
 
         Args:
             inputs: Inputs and targets that others may change.
         """
-        learnt = {id(tensor) for tensor in hyperparameters(self._model) if tensor.requires_grad}
-        buffers = [tensor for tensor in self._model.buffers() if id(tensor) not in learnt]
+        learnt = [tensor for tensor in hyperparameters(self._model) if tensor.requires_grad]
+        known = {id(tensor) for tensor in learnt}
+        buffers = [tensor for tensor in self._model.buffers() if id(tensor) not in known]
         # counters may change with every pass
-        statistics = [tensor for tensor in buffers if tensor.is_floating_point()]
+        statistics = [b for b in buffers if b.is_floating_point() or b.numel() > 1]
         groups = (list(self._model.parameters()), statistics, inputs)
         device = groups[0][0].device
-        return torch.stack([_fingerprint(group, device) for group in groups])
+        numbers = torch.stack([_fingerprint(group, device) for group in groups])
+        modules = list(self._model.modules())
+        return Fingerprints(numbers, learnt, modules, list(map(_options, modules)))
 
     def check(
-        self, before: Tensor, inputs: Sequence[Tensor] = (), first: bool = True
+        self, before: Fingerprints, inputs: Sequence[Tensor] = (), first: bool = True
     ) -> Tensor | None:
         """Raise unless everything is as it was when :meth:`fingerprints` returned ``before``.
 
@@ -72,15 +94,17 @@ class Guards:
         Raises:
             RuntimeError: Something changed.
         """
-        same = self.fingerprints(inputs) == before
+        now = self.fingerprints(inputs)
+        if list(map(id, now.learnt)) != list(map(id, before.learnt)):
+            raise _changed("choice of hyperparameters that are learnt", "fit again")
+        if now.modules != before.modules or now.options != before.options:
+            raise _changed("modules of the model, or their options or hooks,", "fit again")
+        same = now.numbers == before.numbers
         if not first and same.device.type != "cpu":
             return torch.ones((), device=same.device).where(same.all(), math.nan)
         for name, is_same in zip(GUARDED, same.tolist(), strict=True):
             if not is_same:
-                raise RuntimeError(
-                    f"the {name} changed after fit(), so its evidence has no gradient any more; "
-                    f"{GUARDED[name]}"
-                )
+                raise _changed(name, GUARDED[name])
         return None
 
     def walks(self) -> Walks:
@@ -88,6 +112,20 @@ class Guards:
         if self._walks.begun:
             self._walks = Walks()
         return self._walks
+
+
+def _changed(what: str, way_out: str) -> RuntimeError:
+    return RuntimeError(
+        f"the {what} changed after fit(), so its evidence has no gradient any more; {way_out}"
+    )
+
+
+def _options(module: nn.Module) -> tuple[object, ...]:
+    """Return options and hooks of a module; draws are kept, and so are hyperparameters."""
+    hooks = (*module._forward_hooks, *module._forward_pre_hooks)
+    if isinstance(module, InvariantModel | Hyperparameterised):
+        return hooks
+    return (module.extra_repr(), *hooks)
 
 
 def _fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
