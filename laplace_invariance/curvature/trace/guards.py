@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -196,14 +197,14 @@ class Walks:
 
 
 def check_loader_of_fit() -> None:
-    """Raise if laplace, which called, fits to one rank's part of the data.
+    """Raise if laplace, which called, fits to other data than the data set of its loader.
 
     Its ``fit`` goes through a loader and takes the length of the data set for that of what it saw.
-    With a ``DistributedSampler`` every rank would have an evidence of its own, of a part of the
-    data and without a word.
+    With a sampler that draws some examples twice or not at all, such as a ``DistributedSampler``,
+    the evidence would be one of other data, without a word.
 
     Raises:
-        ValueError: If the loader's sampler has a part of the data.
+        ValueError: If the loader's sampler has a part of the data, or draws with replacement.
     """
     frame = sys._getframe(1)
     for _ in range(MOST_CALLS):
@@ -211,15 +212,26 @@ def check_loader_of_fit() -> None:
             return
         frame = frame.f_back
         is_laplace = frame.f_globals.get("__name__", "").startswith("laplace.")
-        if not is_laplace or frame.f_code.co_name != "fit":
-            continue
-        batches = getattr(frame.f_locals.get("train_loader"), "batch_sampler", None)
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            raise ValueError(
-                f"the loader has a DistributedSampler, of which this rank sees one of "
-                f"{sampler.num_replicas} parts, but Laplace.fit takes it for all data, and knows "
-                "nothing of other ranks; fit with a loader without it, on every rank or on one, "
-                "or train with laplace_invariance.marglik_training, which sums over ranks"
-            )
-        return
+        if is_laplace and frame.f_code.co_name == "fit":
+            _check_sampler(frame.f_locals.get("train_loader"))
+            return
+
+
+def _check_sampler(loader: Any) -> None:
+    """Raise unless the sampler of a loader says that it yields every example once."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"the loader has a DistributedSampler, of which this rank sees one of "
+            f"{sampler.num_replicas} parts, but Laplace.fit takes it for all data, and knows "
+            "nothing of other ranks; fit with a loader without it, on every rank or on one, "
+            "or train with laplace_invariance.marglik_training, which sums over ranks"
+        )
+    n = len(loader.dataset) if hasattr(loader, "dataset") else 0
+    drawn = len(sampler) if hasattr(sampler, "__len__") else n
+    if getattr(sampler, "replacement", False) or drawn != n:
+        raise ValueError(
+            f"the loader has a {type(sampler).__name__}, which draws {drawn} of {n} examples, "
+            "perhaps some of them twice, but Laplace.fit takes them for the whole data set; fit "
+            "with a loader without it, of a torch.utils.data.Subset if some are to be left out"
+        )
