@@ -338,6 +338,36 @@ def test_the_gradient_is_that_of_the_fit_whatever_hyperparameters_and_modes_are_
     assert all(module.training for module in model.modules())
 
 
+class Noisy(nn.Module):
+    """A network that adds something to its inputs."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.net, self.noise, self.shift = nn.Linear(2, 3), noise, 0.0
+
+    def forward(self, x):
+        return self.net(x + 0.3 * self.noise(self, x))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda net, x: torch.randn_like(x),
+        lambda net, x: nn.functional.dropout(x, 0.5, training=True),
+        lambda net, x: net.shift,
+    ],
+    ids=["random", "dropout", "an attribute"],
+)
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_models_that_do_not_repeat_have_no_gradient(structure, noise):
+    model = li.InvariantModel(Noisy(noise), li.AffinePoints(init=0.3), 4)
+    la = Laplace(model, "classification", "all", structure, backend=AugmentedGGN)
+    la.fit(setting()[1])
+    model.net.shift = 1.0
+    with pytest.raises(RuntimeError, match="another loss in the backward pass.*random numbers"):
+        evidence(la).backward()
+
+
 def test_inputs_in_lists_of_a_mapping_are_watched():
     class Network(nn.Module):
         def __init__(self):

@@ -108,6 +108,32 @@ class Guards:
                 raise _changed(name, GUARDED[name])
         return None
 
+    def check_loss(self, before: Tensor, now: Tensor, first: bool = True) -> Tensor | None:
+        """Raise unless the loss of a batch is the same in both passes, but for round-off.
+
+        Args:
+            before: Loss of the forward pass.
+            now: Loss of the backward pass, which runs the model again.
+            first: Whether this is the first batch of a backward pass.
+
+        Returns:
+            For other batches on a GPU, a factor of their gradients as of :meth:`check`.
+
+        Raises:
+            RuntimeError: It is another one.
+        """
+        allowed = torch.finfo(before.dtype).eps ** 0.5 * (1 + before.abs())
+        same = ((now - before).abs() <= allowed) | ~before.isfinite()
+        if not first and same.device.type != "cpu":
+            return torch.ones((), device=same.device).where(same, math.nan)
+        if not same:
+            raise RuntimeError(
+                f"the model has another loss in the backward pass, which runs it again, than in "
+                f"fit(): {now.item():.6g} instead of {before.item():.6g}; it must not draw random "
+                "numbers of its own, nor depend on anything that changed in between"
+            )
+        return None
+
     def walks(self) -> Walks:
         """Return the walks of the present fit; a batch after a backward pass begins another."""
         if self._walks.begun:
