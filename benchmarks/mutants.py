@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,11 @@ def can_break(node: ast.AST) -> bool:
 def broken(source: str, number: int) -> str:
     """Return the source with one node changed."""
     tree = ast.parse(source)
-    node = list(ast.walk(tree))[number]
+    return unparsed_with_break(tree, list(ast.walk(tree))[number])
+
+
+def unparsed_with_break(tree: ast.AST, node: ast.AST) -> str:
+    """Return the source of a tree with one of its nodes changed."""
     if isinstance(node, ast.BinOp | ast.BoolOp):
         node.op = OPERATORS[type(node.op)]()
         return ast.unparse(tree)
@@ -130,18 +135,33 @@ def broken(source: str, number: int) -> str:
     return ast.unparse(Replace().visit(tree))
 
 
+def statements(tree: ast.Module) -> list[ast.stmt]:
+    """Return the statements of a module and of its classes, and the heads of these."""
+    found = []
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            found += statement.body
+            statement.body = [ast.Pass()]
+        found.append(statement)
+    return found
+
+
 def breaks_of(module: str) -> dict[str, dict]:
     """Return all breaks of a module, by a digest of the line as it was and as it is then."""
-    source = (ROOT / PACKAGE / module).read_text()
-    tree = ast.parse(source)
-    lines = ast.unparse(tree).splitlines()
+    tree = ast.parse((ROOT / PACKAGE / module).read_text())
+    numbers = {id(node): number for number, node in enumerate(ast.walk(tree))}
     found = {}
-    for number in places(tree):
-        changed = broken(source, number).splitlines()
-        was, now = next(pair for pair in zip(lines, changed, strict=True) if pair[0] != pair[1])
-        one = {"module": module, "was": was.strip(), "is": now.strip()}
-        key = hashlib.sha256(json.dumps(one).encode()).hexdigest()
-        found.setdefault(key, one | {"node": number})
+    for statement in statements(tree):
+        lines = ast.unparse(statement).splitlines()
+        for position, node in enumerate(ast.walk(statement)):
+            if not can_break(node):
+                continue
+            copy = deepcopy(statement)
+            changed = unparsed_with_break(copy, list(ast.walk(copy))[position]).splitlines()
+            was, now = next(pair for pair in zip(lines, changed, strict=True) if pair[0] != pair[1])
+            one = {"module": module, "was": was.strip(), "is": now.strip()}
+            key = hashlib.sha256(json.dumps(one).encode()).hexdigest()
+            found.setdefault(key, one | {"node": numbers[id(node)]})
     return found
 
 
