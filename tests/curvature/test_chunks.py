@@ -61,6 +61,26 @@ def images(n=11, batch_size=7):
     return DataLoader(data, batch_size=batch_size)
 
 
+@pytest.mark.parametrize(("size", "sizes"), [(0, [1] * 5), (1, [1] * 5), (2, [2, 2, 1]), (9, [5])])
+def test_batches_are_cut_into_chunks_of_the_size_asked_for(size, sizes):
+    x = torch.randn(5, 2)
+    chunks = split(x, size, "input_ids", 5)
+    assert [len(chunk.x) for chunk in chunks] == sizes
+    torch.testing.assert_close(torch.cat([chunk.x for chunk in chunks]), x)
+    torch.testing.assert_close(torch.cat([x[chunk.rows] for chunk in chunks]), x)
+    assert [chunk.x for chunk in split("graphs", size, "input_ids", 5)] == ["graphs"]
+
+
+def test_only_what_belongs_to_inputs_is_cut():
+    x = {"input_ids": torch.arange(5), "rows": torch.rand(5, 2), "table": torch.rand(5, 3)}
+    x |= {"other": torch.rand(7), "number": torch.tensor(1.0), "words": list("abcde")}
+    part = part_of(x, slice(1, 3), "input_ids", shared=["table"])
+    assert {name for name in x if part[name] is x[name]} == {"table", "other", "number"}
+    assert part["words"] == ["b", "c"]
+    torch.testing.assert_close(part["rows"], x["rows"][1:3])
+    assert part_of(x, slice(0, 5), "input_ids") is x
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_chunks_change_neither_evidence_nor_gradient(make, options):
@@ -114,23 +134,3 @@ def test_gradients_of_losses_do_not_depend_on_chunks():
         return AugmentedGGN(model, "classification", **options).gradients(x, y)
 
     torch.testing.assert_close(gradients(chunk_size=2 * SAMPLES), gradients())
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(0, [1] * 5), (1, [1] * 5), (2, [2, 2, 1]), (9, [5])])
-def test_batches_are_cut_into_chunks_of_the_size_asked_for(size, sizes):
-    x = torch.randn(5, 2)
-    chunks = split(x, size, "input_ids", 5)
-    assert [len(chunk.x) for chunk in chunks] == sizes
-    torch.testing.assert_close(torch.cat([chunk.x for chunk in chunks]), x)
-    torch.testing.assert_close(torch.cat([x[chunk.rows] for chunk in chunks]), x)
-    assert [chunk.x for chunk in split("graphs", size, "input_ids", 5)] == ["graphs"]
-
-
-def test_only_what_belongs_to_inputs_is_cut():
-    x = {"input_ids": torch.arange(5), "rows": torch.rand(5, 2), "table": torch.rand(5, 3)}
-    x |= {"other": torch.rand(7), "number": torch.tensor(1.0), "words": list("abcde")}
-    part = part_of(x, slice(1, 3), "input_ids", shared=["table"])
-    assert {name for name in x if part[name] is x[name]} == {"table", "other", "number"}
-    assert part["words"] == ["b", "c"]
-    torch.testing.assert_close(part["rows"], x["rows"][1:3])
-    assert part_of(x, slice(0, 5), "input_ids") is x
