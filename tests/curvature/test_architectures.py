@@ -224,6 +224,14 @@ def test_in_place_layers_change_nothing():
     torch.testing.assert_close(ours.log_marginal_likelihood(), expected.log_marginal_likelihood())
 
 
+def test_in_place_layers_are_seen_as_layers():
+    """Not only as the functions that they call, which other engines do not see."""
+    net, x = resnet(inplace=True)
+    found = match(net.eval(), list(net.parameters()), net, x)
+    assert found.layers.copies
+    assert not found.layers.used
+
+
 def test_norms_are_exact_blocks():
     net, x = layer_norm_mlp()
     model = invariant(net)

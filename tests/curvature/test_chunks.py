@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
-from laplace_invariance.curvature.trace.chunks import part_of, split
+from laplace_invariance.curvature.trace.chunks import are_finite, part_of, split
 from laplace_invariance.draws import common_draws
 
 INIT = [0.1, -0.2, 0.3, 0.15, 0.25, 0.05]
@@ -69,6 +69,14 @@ def test_batches_are_cut_into_chunks_of_the_size_asked_for(size, sizes):
     torch.testing.assert_close(torch.cat([chunk.x for chunk in chunks]), x)
     torch.testing.assert_close(torch.cat([x[chunk.rows] for chunk in chunks]), x)
     assert [chunk.x for chunk in split("graphs", size, "input_ids", 5)] == ["graphs"]
+
+
+def test_inputs_on_a_device_are_looked_at_once():
+    x = torch.empty(3, device="meta")  # which has no values to look at
+    assert are_finite(x, first=False)
+    with pytest.raises(RuntimeError):
+        are_finite(x, first=True)
+    assert not are_finite(torch.tensor([1.0, torch.inf]), first=False)
 
 
 def test_only_what_belongs_to_inputs_is_cut():

@@ -222,7 +222,7 @@ def sum_over(
 
         with as_written(), in_modes(modes), at_values(hyper, values):
             _, gradients = differentiate_over(chunks, watched, cotangents, match, values=False)
-        repeats = match.guards.check_loss(loss, torch.stack(losses).sum(), factor is None)
+        repeats = match.guards.check_loss(loss, torch.stack(losses).sum())
         for scale in (factor, repeats):
             if scale is not None:
                 gradients = [scale * gradient for gradient in gradients]

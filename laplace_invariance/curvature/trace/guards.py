@@ -108,23 +108,23 @@ class Guards:
                 raise _changed(name, GUARDED[name])
         return None
 
-    def check_loss(self, before: Tensor, now: Tensor, first: bool = True) -> Tensor | None:
+    def check_loss(self, before: Tensor, now: Tensor) -> Tensor | None:
         """Raise unless the loss of a batch is the same in both passes, but for round-off.
 
         Args:
             before: Loss of the forward pass.
             now: Loss of the backward pass, which runs the model again.
-            first: Whether this is the first batch of a backward pass.
 
         Returns:
-            For other batches on a GPU, a factor of their gradients as of :meth:`check`.
+            On a GPU, which is not waited for, a factor of the gradients: one, or NaN if the loss is
+            another one.
 
         Raises:
             RuntimeError: It is another one.
         """
         allowed = torch.finfo(before.dtype).eps ** 0.5 * (1 + before.abs())
         same = ((now - before).abs() <= allowed) | ~before.isfinite()
-        if not first and same.device.type != "cpu":
+        if same.device.type != "cpu":
             return torch.ones((), device=same.device).where(same, math.nan)
         if not same:
             raise RuntimeError(
@@ -245,7 +245,7 @@ def check_loader_of_fit() -> None:
 
 def _check_sampler(loader: Any) -> None:
     """Raise unless the sampler of a loader says that it yields every example once."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ValueError(
             f"the loader has a DistributedSampler, of which this rank sees one of "
