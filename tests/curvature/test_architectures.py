@@ -307,6 +307,17 @@ def test_embedding():
     assert torch.isfinite(la.log_marginal_likelihood())
 
 
+def test_sparse_embeddings_have_exact_curvature_only():
+    net = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Flatten(), nn.Linear(12, CLASSES))
+    x, y = torch.randint(6, (5, 4)), torch.randint(CLASSES, (5,))
+    backend = AugmentedGGN(net, "classification")
+    _, full = backend.full(x, y)
+    with pytest.raises(NotImplementedError, match="sparse=False computes the same"):
+        backend.kron(x, y, N=5)
+    net[0].sparse = False
+    torch.testing.assert_close(full, ggn(net, net(x), "classification").detach())
+
+
 class Sequence(nn.Module):
     """A recurrent layer of torch, which has no rule."""
 
