@@ -26,7 +26,7 @@ from laplace_invariance.curvature import (
     rules,
 )
 from laplace_invariance.curvature.trace import chunks
-from laplace_invariance.curvature.trace.calls import Trace
+from laplace_invariance.curvature.trace.calls import Trace, backpropagate
 from laplace_invariance.curvature.trace.matching import match
 
 CLASSES = 3
@@ -222,6 +222,16 @@ def test_in_place_layers_change_nothing():
     twin, _ = resnet(inplace=False)
     ours, expected = laplace_of(invariant(net), x), laplace_of(invariant(twin), x)
     torch.testing.assert_close(ours.log_marginal_likelihood(), expected.log_marginal_likelihood())
+
+
+def test_directions_of_any_layout_are_backpropagated():
+    """torch's own gradient through batch norm is wrong for one that is laid out otherwise."""
+    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(1, 3, 2, 2, requires_grad=True)
+    norm.weight.data = torch.tensor([1.0, 2.0, 3.0])
+    column = torch.randn(1, 4, 3).mT.view_as(x)
+    (found,) = backpropagate(norm(x), [x], column)
+    slope = norm.weight.detach() / (1 + norm.eps) ** 0.5
+    torch.testing.assert_close(found, column * slope.view(3, 1, 1))
 
 
 def test_in_place_layers_are_seen_as_layers():
