@@ -234,9 +234,29 @@ def test_directions_of_any_layout_are_backpropagated():
     torch.testing.assert_close(found, column * slope.view(3, 1, 1))
 
 
-def test_in_place_layers_are_seen_as_layers():
+class OverwrittenInput(nn.Module):
+    """A layer that keeps a padded copy of its input for autograd, so that this may be changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 2, 3, padding=1)
+        self.second = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
+        self.head = nn.Linear(50, CLASSES)
+
+    def forward(self, x):
+        x = self.first(x)
+        x += self.second(x)
+        return self.head(x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: resnet(inplace=True), lambda: (OverwrittenInput(), torch.randn(4, 1, 5, 5))],
+    ids=["output", "input"],
+)
+def test_in_place_layers_are_seen_as_layers(make):
     """Not only as the functions that they call, which other engines do not see."""
-    net, x = resnet(inplace=True)
+    net, x = make()
     found = match(net.eval(), list(net.parameters()), net, x)
     assert found.layers.copies
     assert not found.layers.used
