@@ -100,9 +100,14 @@ def check_precision(model: nn.Module) -> None:
         model: Any module; frozen parameters may be in half precision, but for the first.
 
     Raises:
-        TypeError: If weights are in half precision.
+        TypeError: If weights are in half precision, or complex.
     """
     for i, (name, parameter) in enumerate(model.named_parameters()):
+        if parameter.is_complex() and parameter.requires_grad:
+            raise TypeError(
+                f"weights are complex ({name}: {parameter.dtype}), for which laplace has no prior; "
+                "keep real and imaginary parts as two parameters"
+            )
         if parameter.dtype in HALF and (i == 0 or parameter.requires_grad):
             raise TypeError(
                 f"weights are in half precision ({name}: {parameter.dtype}), in which an evidence "

@@ -5,12 +5,14 @@ import torch
 from torch import nn
 
 import laplace_invariance as li
+from laplace_invariance import draws as draws_module
 from laplace_invariance.draws import (
     Tape,
     are_fixed,
     common_draws,
     fixed_cube,
     fixed_draws,
+    grid_cube,
     recording,
     replaying,
     sample_cube,
@@ -75,6 +77,25 @@ def test_sobol_covers_more_evenly():
         return sample(kind, 200, 16).mean(1).square().mean()
 
     assert discrepancy("sobol") < discrepancy("independent") / 5
+
+
+def test_a_grid_has_the_midpoints_of_equal_cells():
+    (line,) = grid_cube(3, 4, [2], LIKE)
+    expected = torch.zeros(3, 4, dtype=torch.float64)
+    expected[:, 2] = torch.tensor([-2 / 3, 0, 2 / 3])
+    torch.testing.assert_close(line, expected)
+    (square,) = grid_cube(4, 3, [0, 2], LIKE)
+    cells = [[-0.5, 0, -0.5], [-0.5, 0, 0.5], [0.5, 0, -0.5], [0.5, 0, 0.5]]
+    torch.testing.assert_close(square, torch.tensor(cells, dtype=torch.float64))
+    assert not grid_cube(5, 3, [], LIKE).any()
+    with pytest.raises(ValueError, match="square number of samples"):
+        grid_cube(5, 3, [0, 1], LIKE)
+
+
+@pytest.mark.parametrize("n_samples", [4, 5])
+def test_sobol_draws_stay_inside_where_uniform_numbers_reach_one(n_samples, monkeypatch):
+    monkeypatch.setattr(draws_module, "uniform", lambda shape, *_, **__: torch.ones(shape))
+    assert sample_cube("sobol", 2, n_samples, 3, torch.zeros(())).abs().max() <= 1
 
 
 def test_one_fixed_draw_is_the_centre():

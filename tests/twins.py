@@ -81,5 +81,19 @@ def central_differences(
     return result.view_as(tensor) if entries is None else result
 
 
+def slope_along(
+    direction: Tensor, function: Callable[[], Tensor], tensor: Tensor, step: float = 1e-5
+) -> Tensor:
+    """Derivative of ``function()`` along a direction of ``tensor``, which it reads."""
+    values = tensor.detach()  # shares memory with the tensor
+    before = values.clone()
+    ends = []
+    for sign in (1, -1):
+        values.copy_(before + sign * step * direction)
+        ends.append(torch.as_tensor(function()).detach())
+    values.copy_(before)
+    return (ends[0] - ends[1]) / (2 * step)
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())

@@ -32,7 +32,7 @@ from laplace_invariance.hyper import differentiable
 from laplace_invariance.modes import as_written
 from laplace_invariance.precision import check_precision, single
 
-__all__ = ["AugmentedCurvature", "check_count"]
+__all__ = ["AugmentedCurvature", "check_count", "target_totals"]
 
 # Elements of gradients that a chunk holds at once unless chunk_size says otherwise: of all
 # columns with respect to the layers' outputs or, where a Jacobian is formed, to the parameters;
@@ -464,10 +464,18 @@ class AugmentedCurvature(CurvatureInterface):
         """Return the derivative of the summed loss in the outputs, differentiable in these."""
         if self.likelihood == Likelihood.REGRESSION:
             return 2 * (outputs - y)
-        if not y.is_floating_point():  # else they are probabilities of classes
-            counts = y != IGNORED
-            y = nn.functional.one_hot(y.where(counts, 0), outputs.shape[-1]) * counts.unsqueeze(-1)
-        return outputs.softmax(-1) * y.sum(-1, keepdim=True) - y
+        totals = target_totals(y).unsqueeze(-1)
+        if not y.is_floating_point():
+            y = nn.functional.one_hot(y.where(y != IGNORED, 0), outputs.shape[-1]) * totals
+        return outputs.softmax(-1) * totals - y
+
+
+def target_totals(y: Tensor) -> Tensor:
+    """Return the total ``[batch]`` of each target of a classification.
+
+    It is 1 for a class, 0 for an input that is ignored, and the sum of probabilities otherwise.
+    """
+    return y.sum(-1) if y.is_floating_point() else (y != IGNORED)
 
 
 def _refuse_unknown(kwargs: dict[str, Any], *known: str) -> None:

@@ -14,7 +14,11 @@ from laplace.curvature.curvature import EFInterface, GGNInterface
 from laplace.utils import Likelihood
 from torch import Tensor, nn
 
-from laplace_invariance.curvature.backend import AugmentedCurvature, check_count
+from laplace_invariance.curvature.backend import (
+    AugmentedCurvature,
+    check_count,
+    target_totals,
+)
 from laplace_invariance.curvature.loss_hessian import Columns, LossHessian, softmax_trace
 from laplace_invariance.curvature.trace.chunks import AnyTrace
 
@@ -95,6 +99,10 @@ class AugmentedGGN(AugmentedCurvature, GGNInterface):
             kept = torch.stack([column.detach() for column in columns]).square().sum()
             self._trace_kept = self._trace_kept.to(kept) + kept
             self._trace_total = self._trace_total.to(kept) + softmax_trace(outputs.detach()).sum()
+        if hessian.classification:
+            # the Hessian of an input's loss is that of the softmax times the total of its target
+            root = target_totals(y).to(outputs.dtype).sqrt().unsqueeze(-1)
+            columns = [root * column for column in columns]
         return columns, weights
 
 

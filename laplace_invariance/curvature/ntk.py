@@ -26,6 +26,7 @@ import torch
 from laplace.utils import Likelihood
 from torch import Tensor, nn
 
+from laplace_invariance.curvature.backend import target_totals
 from laplace_invariance.curvature.engines.autograd import AutogradEngine
 from laplace_invariance.curvature.ggn import AugmentedGGN
 from laplace_invariance.curvature.kernels import (
@@ -194,7 +195,7 @@ class TangentKernelBound:
             if self._regression:
                 n_targets = N * trace.outputs.shape[-1]
                 log_likelihood = log_likelihood - n_targets * (sigma * sqrt(2 * pi)).log()
-            log_det_ratio = share * self._log_determinant(trace, precision, factor, column)
+            log_det_ratio = share * self._log_determinant(trace, precision, factor, column, y)
             scatter = self._scatter(precision)
             evidence = log_likelihood - 0.5 * (log_det_ratio + scatter)
             return [term.squeeze() for term in (evidence, log_likelihood, log_det_ratio, scatter)]
@@ -245,7 +246,12 @@ class TangentKernelBound:
         return [value.detach() for value in values], gradients, hyper
 
     def _log_determinant(
-        self, trace: Trace, precision: Tensor, factor: Tensor, column: int | None
+        self,
+        trace: Trace,
+        precision: Tensor,
+        factor: Tensor,
+        column: int | None,
+        y: Tensor | None = None,
     ) -> Tensor:
         """Return the log determinant of a minibatch's blocks, in a graph."""
         scales = self._per_tensor(factor / precision)
@@ -253,6 +259,8 @@ class TangentKernelBound:
             columns = torch.stack(unit_directions(trace.outputs))
         else:
             columns = softmax_root(trace.outputs, reduced=self.kind == "full")
+            if y is not None:
+                columns = columns * target_totals(y).to(columns.dtype).sqrt().unsqueeze(-1)
         self._check_size(len(trace.outputs), len(columns))
         if self.kind != "single":
             kernels = tangent_kernel(trace, columns, scales, blocked=self.kind == "output")

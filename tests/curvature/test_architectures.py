@@ -26,7 +26,8 @@ from laplace_invariance.curvature import (
     rules,
 )
 from laplace_invariance.curvature.trace import chunks, shortcuts
-from laplace_invariance.curvature.trace.calls import Trace
+from laplace_invariance.curvature.trace.calls import Trace, backpropagate
+from laplace_invariance.curvature.trace.matching import match
 
 CLASSES = 3
 
@@ -223,6 +224,44 @@ def test_in_place_layers_change_nothing():
     torch.testing.assert_close(ours.log_marginal_likelihood(), expected.log_marginal_likelihood())
 
 
+def test_directions_of_any_layout_are_backpropagated():
+    """torch's own gradient through batch norm is wrong for one that is laid out otherwise."""
+    norm, x = nn.BatchNorm2d(3).eval(), torch.randn(1, 3, 2, 2, requires_grad=True)
+    norm.weight.data = torch.tensor([1.0, 2.0, 3.0])
+    column = torch.randn(1, 4, 3).mT.view_as(x)
+    (found,) = backpropagate(norm(x), [x], column)
+    slope = norm.weight.detach() / (1 + norm.eps) ** 0.5
+    torch.testing.assert_close(found, column * slope.view(3, 1, 1))
+
+
+class OverwrittenInput(nn.Module):
+    """A layer that keeps a padded copy of its input for autograd, so that this may be changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 2, 3, padding=1)
+        self.second = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
+        self.head = nn.Linear(50, CLASSES)
+
+    def forward(self, x):
+        x = self.first(x)
+        x += self.second(x)
+        return self.head(x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: resnet(inplace=True), lambda: (OverwrittenInput(), torch.randn(4, 1, 5, 5))],
+    ids=["output", "input"],
+)
+def test_in_place_layers_are_seen_as_layers(make):
+    """Not only as the functions that they call, which other engines do not see."""
+    net, x = make()
+    found = match(net.eval(), list(net.parameters()), net, x)
+    assert found.layers.copies
+    assert not found.layers.used
+
+
 def test_norms_are_exact_blocks():
     net, x = layer_norm_mlp()
     model = invariant(net)
@@ -296,6 +335,17 @@ def test_embedding():
     )
     la.fit(loader)
     assert torch.isfinite(la.log_marginal_likelihood())
+
+
+def test_sparse_embeddings_have_exact_curvature_only():
+    net = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Flatten(), nn.Linear(12, CLASSES))
+    x, y = torch.randint(6, (5, 4)), torch.randint(CLASSES, (5,))
+    backend = AugmentedGGN(net, "classification")
+    _, full = backend.full(x, y)
+    with pytest.raises(NotImplementedError, match="sparse=False computes the same"):
+        backend.kron(x, y, N=5)
+    net[0].sparse = False
+    torch.testing.assert_close(full, ggn(net, net(x), "classification").detach())
 
 
 class Sequence(nn.Module):
@@ -475,6 +525,12 @@ def test_layer_that_is_not_called_has_zero_curvature():
     assert all(f.abs().max() == 0 for fs in kron.kfacs[2:] for f in fs)
     _, diagonal = AugmentedGGN(net, "classification").diag(x, y)
     assert diagonal[12:].abs().max() == 0
+
+
+def test_the_sizes_that_chunks_are_made_by():
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    found = match(net, list(net.parameters()), net, torch.randn(4, 2))
+    assert (found.n_inputs, found.n_outputs, found.size) == (4, CLASSES, 5 + CLASSES + 1)
 
 
 def test_model_is_left_as_it_was():

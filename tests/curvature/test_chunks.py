@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
+from laplace_invariance.curvature.trace.chunks import are_finite, part_of, split
 from laplace_invariance.draws import common_draws
 
 INIT = [0.1, -0.2, 0.3, 0.15, 0.25, 0.05]
@@ -23,8 +24,8 @@ def averaged(augmentation):
 
 
 MODELS = {
-    "independent": lambda: averaged(li.AffineImage(init=INIT)),
-    "sobol": lambda: averaged(li.AffineImage(init=INIT)),
+    "independent": lambda: averaged(li.AffineImage(init=INIT, draws="independent")),
+    "sobol": lambda: averaged(li.AffineImage(init=INIT, draws="sobol")),
     "compose": lambda: averaged(
         li.Compose(
             li.AffineImage(init=INIT),
@@ -58,6 +59,34 @@ def evidence_and_gradients(model, loader, structure="kron", **options):
 def images(n=11, batch_size=7):
     data = TensorDataset(torch.randn(n, 1, 5, 5), torch.randint(CLASSES, (n,)))
     return DataLoader(data, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(0, [1] * 5), (1, [1] * 5), (2, [2, 2, 1]), (9, [5])])
+def test_batches_are_cut_into_chunks_of_the_size_asked_for(size, sizes):
+    x = torch.randn(5, 2)
+    chunks = split(x, size, "input_ids", 5)
+    assert [len(chunk.x) for chunk in chunks] == sizes
+    torch.testing.assert_close(torch.cat([chunk.x for chunk in chunks]), x)
+    torch.testing.assert_close(torch.cat([x[chunk.rows] for chunk in chunks]), x)
+    assert [chunk.x for chunk in split("graphs", size, "input_ids", 5)] == ["graphs"]
+
+
+def test_inputs_on_a_device_are_looked_at_once():
+    x = torch.empty(3, device="meta")  # which has no values to look at
+    assert are_finite(x, first=False)
+    with pytest.raises(RuntimeError):
+        are_finite(x, first=True)
+    assert not are_finite(torch.tensor([1.0, torch.inf]), first=False)
+
+
+def test_only_what_belongs_to_inputs_is_cut():
+    x = {"input_ids": torch.arange(5), "rows": torch.rand(5, 2), "table": torch.rand(5, 3)}
+    x |= {"other": torch.rand(7), "number": torch.tensor(1.0), "words": list("abcde")}
+    part = part_of(x, slice(1, 3), "input_ids", shared=["table"])
+    assert {name for name in x if part[name] is x[name]} == {"table", "other", "number"}
+    assert part["words"] == ["b", "c"]
+    torch.testing.assert_close(part["rows"], x["rows"][1:3])
+    assert part_of(x, slice(0, 5), "input_ids") is x
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -10,11 +10,17 @@ from laplace.baselaplace import ELLA, VaLLA
 from laplace.curvature import AsdlEF, AsdlGGN, CurvlinopsGGN
 from laplace.utils.matrix import KronDecomposed
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from twins import ggn, parameter_jacobian
 
 import laplace_invariance as li
-from laplace_invariance.curvature import AugmentedEF, AugmentedGGN
+from laplace_invariance.curvature import AugmentedEF, AugmentedGGN, TangentKernelBound
 
 CLASSES = 3
 STRUCTURES = ("kron", "diag", "full")
@@ -353,11 +359,59 @@ def test_fisher_of_all_targets_of_the_loss(targets, structure):
     assert torch.isfinite(backend.kron(x, y, N=5)[1].to_matrix()).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"output_rank": CLASSES}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("targets", ["ignored", "probabilities"])
+def test_gauss_newton_of_all_targets_of_the_loss(targets, options, ggn_backend):
+    """The curvature of an input is none if it is ignored, and in proportion to its total."""
+    model, x = net(), torch.randn(5, 4)
+    y = torch.tensor([0, -100, 2, 1, -100])
+    totals = (y >= 0).double()
+    if targets == "probabilities":
+        y = torch.rand(5, CLASSES)
+        totals = y.sum(-1)
+    expected = sum(
+        total * ggn(model, model(one[None]), "classification")
+        for total, one in zip(totals, x, strict=True)
+    ).detach()
+    found = ggn_backend(model, "classification", **options)
+    torch.testing.assert_close(found.full(x, y)[1], expected)
+    torch.testing.assert_close(found.diag(x, y)[1], expected.diagonal())
+    _, kron = found.kron(x, y, N=5)
+    bias = expected[-CLASSES:, -CLASSES:]
+    torch.testing.assert_close(kron.kfacs[-1][0], bias)
+    bound = TangentKernelBound(model, "classification", kind="full")
+    ratio = bound.estimate(x, y, 5, torch.ones(())).log_det_ratio
+    torch.testing.assert_close(ratio, torch.logdet(torch.eye(len(expected)) + expected))
+
+
 def test_two_classes_and_one_sample_have_no_variance():
     model, x, y = net(n_out=2), torch.randn(6, 4), torch.randint(2, (6,))
     _, expected = AugmentedGGN(model, "classification").diag(x, y)
     _, actual = AugmentedGGN(model, "classification", stochastic=True, num_samples=1).diag(x, y)
     torch.testing.assert_close(actual, expected)
+
+
+# Loaders.
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler(torch.ones(6), 6),
+        RandomSampler(range(6), replacement=True),
+        RandomSampler(range(6), num_samples=4),
+        SubsetRandomSampler([0, 2, 3]),
+    ],
+    ids=["weights", "replacement", "fewer", "subset"],
+)
+def test_samplers_of_other_data_are_refused(sampler, structure):
+    data = TensorDataset(torch.randn(6, 4), torch.randint(CLASSES, (6,)))
+    with pytest.raises(ValueError, match=r"draws \d of 6 examples.*Laplace.fit takes them for"):
+        evidence(net(), DataLoader(data, 3, sampler=sampler), structure)
+    every = SubsetRandomSampler(range(6))
+    _, found = evidence(net(), DataLoader(data, 3, sampler=every), structure)
+    assert torch.isfinite(found)
 
 
 # Options.

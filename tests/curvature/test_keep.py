@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from copy import deepcopy
 from itertools import count
 
 import pytest
@@ -248,10 +249,23 @@ def evidence(la):
     return la.log_marginal_likelihood()
 
 
+class Ordered(nn.Tanh):
+    """Features in another order, which a buffer of integers has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("order", torch.arange(5).roll(2))
+        self.register_buffer("n_calls", torch.zeros((), dtype=torch.long))  # as a counter may
+
+    def forward(self, x):
+        self.n_calls += 1
+        return super().forward(x)[:, self.order]
+
+
 def normalised():
     """Return an averaged network with batch normalisation, dropout and a frozen bias."""
     net = nn.Sequential(
-        nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)
+        nn.Linear(2, 5), nn.BatchNorm1d(5), Ordered(), nn.Dropout(0.5), nn.Linear(5, 3)
     )
     net(torch.randn(20, 2))  # has statistics
     net[0].bias.requires_grad_(False)
@@ -274,8 +288,24 @@ def statistics(model):
         (frozen, "weights"),
         (statistics, "buffers"),
         (lambda m: m.net[4].weight.data.neg_(), "weights"),
+        (lambda m: m.net[2].order.copy_(torch.arange(5).flip(0)), "buffers"),
+        (lambda m: m.net.__setitem__(4, deepcopy(m.net[4])), "modules"),
+        (lambda m: setattr(m.net[3], "p", 0.1), "modules"),
+        (lambda m: m.net[4].register_forward_hook(lambda *_: None), "modules"),
+        (lambda m: m.augmentation.eta.requires_grad_(False), "choice"),
+        (lambda m: setattr(m, "augmentation", li.AffinePoints(init=0.3)), "choice"),
     ],
-    ids=["frozen weights", "statistics", "signs"],
+    ids=[
+        "frozen weights",
+        "statistics",
+        "signs",
+        "integers",
+        "a copy of a layer",
+        "an option",
+        "a hook",
+        "a frozen hyperparameter",
+        "another augmentation",
+    ],
 )
 def test_changes_after_a_fit_are_refused(change, what):
     model, loader = normalised()
@@ -306,6 +336,36 @@ def test_the_gradient_is_that_of_the_fit_whatever_hyperparameters_and_modes_are_
     torch.testing.assert_close(eta.grad, expected)
     assert torch.equal(eta, changed)
     assert all(module.training for module in model.modules())
+
+
+class Noisy(nn.Module):
+    """A network that adds something to its inputs."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.net, self.noise, self.shift = nn.Linear(2, 3), noise, 0.0
+
+    def forward(self, x):
+        return self.net(x + 0.3 * self.noise(self, x))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda net, x: torch.randn_like(x),
+        lambda net, x: nn.functional.dropout(x, 0.5, training=True),
+        lambda net, x: net.shift,
+    ],
+    ids=["random", "dropout", "an attribute"],
+)
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_models_that_do_not_repeat_have_no_gradient(structure, noise):
+    model = li.InvariantModel(Noisy(noise), li.AffinePoints(init=0.3), 4)
+    la = Laplace(model, "classification", "all", structure, backend=AugmentedGGN)
+    la.fit(setting()[1])
+    model.net.shift = 1.0
+    with pytest.raises(RuntimeError, match=r"another loss in the backward.*random numbers"):
+        evidence(la).backward()
 
 
 def test_inputs_in_lists_of_a_mapping_are_watched():

@@ -1,5 +1,7 @@
 """The pure functions: Gram matrices, folding, factors, eigenvalues."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from twins import whole
@@ -58,6 +60,16 @@ def test_gram_of_columns_equals_that_of_their_transpose(weighted):
     torch.testing.assert_close(*[torch.autograd.grad(r, inputs, cotangent) for r in results])
     with kfac.pulling_back(values=False):
         assert kfac.gram(x.mT, weights).shape == (5, 5)
+
+
+def test_only_short_columns_are_multiplied_as_they_are_stored(monkeypatch):
+    found = []
+    spy = SimpleNamespace(apply=lambda x, weights, scale, layout: found.append(layout))
+    monkeypatch.setattr(kfac, "_Gram", spy)
+    short, long = torch.randn(2, 3, 5, 7).mT, torch.randn(2, 3, 7, 5).mT
+    for x in (short, short.contiguous(), long):
+        kfac.gram(x)
+    assert found == ["transposed", "dense", "dense"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -137,6 +149,16 @@ def test_slots_are_positions_with_their_own_outputs(d):
     assert actual[0].shape == ((2,) if d == 1 else (2, d, d))
     for factor, wanted in zip(actual, expected, strict=True):
         torch.testing.assert_close(whole(factor), wanted)
+
+
+def test_slots_of_columns_share_the_mean_of_their_gradient_factors():
+    a, g = torch.randn(2, 3, 4, 5), torch.randn(2, 6, 3, 4, 7)
+    outer, inner = kfac.factors(a, g, None, 11, "expand", slotted_columns=True)
+    torch.testing.assert_close(inner, torch.einsum("brqi,brqj->qij", a, a) / 11)
+    of_each = torch.einsum("bkrqo,bkrqp->qop", g, g) / 3
+    torch.testing.assert_close(outer, of_each.mean(0))
+    options = {"slotted_columns": True, "per_slot": True}
+    torch.testing.assert_close(kfac.factors(a, g, None, 11, "expand", **options), (of_each, inner))
 
 
 def test_eigenvalues_that_single_precision_gets_wrong_are_computed_in_double(monkeypatch):

@@ -106,6 +106,18 @@ def test_other_uses_of_weights_in_half_precision_are_refused(dtype):
         li.marglik_training(model, loader, n_epochs=1)
 
 
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_complex_weights_are_refused(structure):
+    class Complex(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight.dtype)).real
+
+    model = Complex(2, 3, dtype=torch.complex64)
+    x, y = torch.randn(4, 2), torch.randint(3, (4,))
+    with pytest.raises(TypeError, match=r"weights are complex \(weight"):
+        getattr(AugmentedGGN(model, "classification"), structure)(x, y, N=4)
+
+
 class Casting(nn.Module):
     """A network that computes in half precision whatever it is told."""
 

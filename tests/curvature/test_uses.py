@@ -125,6 +125,17 @@ class Convolved(Using):
         return F.conv1d(x.mT, self.w, self.b, padding=1, groups=2).mT
 
 
+class ConvolvedPlainly(Using):
+    """With all options of the function at their defaults, then with a number for each."""
+
+    def __init__(self):
+        super().__init__(w=parameter(D, D, 2), v=parameter(D, 2, 1))
+
+    def change(self, x):
+        x = F.conv1d(F.pad(x.mT, (1, 2)), self.w).tanh()
+        return F.conv1d(x, self.v, None, 2, 1, 2, 2).mT
+
+
 class Normed(Using):
     def __init__(self):
         super().__init__(w=parameter(D), b=parameter(D), r=parameter(D), g=parameter(D))
@@ -184,6 +195,27 @@ class Attention(Using):
         return y if self.batch_first else y.transpose(0, 1)
 
 
+class AttentionWeights(Using):
+    """Attention whose weights are used, with masks of heads and of inputs."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.options = options
+
+    def change(self, x):
+        n = len(x)
+        heads = torch.linspace(-1, 1, 2 * n * T * T).view(2 * n, T, T)
+        last = torch.arange(T).expand(n, -1) == T - 1
+        masks = {"attn_mask": heads, "key_padding_mask": last}
+        y, weights = self.attention(x, x, x, **masks, **self.options)
+        if weights is None:
+            return y
+        if weights.ndim == 4:
+            weights = weights.sum(1)
+        return y + weights @ x
+
+
 class EncoderLayer(Using):
     def __init__(self):
         super().__init__()
@@ -215,12 +247,16 @@ CASES = {
     "partly biased": PartlyBiased,
     "folded": Folded,
     "convolved": Convolved,
+    "convolved plainly": ConvolvedPlainly,
     "normed": Normed,
     "activated norm": NormThenActivation,
     "table": lambda: Biased(fused=False),
     "table, fused": lambda: Biased(fused=True),
     "attention": lambda: Attention(batch_first=True),
     "attention, time first": lambda: Attention(bias=False),
+    "attention weights": AttentionWeights,
+    "attention weights of heads": lambda: AttentionWeights(average_attn_weights=False),
+    "no attention weights": lambda: AttentionWeights(need_weights=False),
     "encoder layer": EncoderLayer,
     "embedding": CalledOnce,
 }

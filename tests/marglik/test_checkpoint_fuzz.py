@@ -393,11 +393,11 @@ def test_a_changed_checkpoint_is_refused_or_makes_no_difference(mutation, direct
         assert outcomes == {"equal"}
 
 
-def fuzz(n, directory, whole):
+def fuzz(numbers, directory, whole):
     """Return how often each mutation ended in what, and the mutations that ended wrongly."""
     outcomes = Counter()
     failures = []
-    for i in range(n):
+    for i in numbers:
         mutation = MUTATIONS[i % len(MUTATIONS)]
         try:
             outcome = fuzzed(mutation, 100 + i, directory, whole)
@@ -410,7 +410,7 @@ def fuzz(n, directory, whole):
 
 @pytest.mark.slow
 def test_many_changed_checkpoints(directory, whole):
-    outcomes, failures = fuzz(N_FUZZED, directory, whole)
+    outcomes, failures = fuzz(range(N_FUZZED), directory, whole)
     print(*(f"{n:4} {' '.join(key)}" for key, n in sorted(outcomes.items())), sep="\n")
     assert not failures, "\n".join(failures)
     assert outcomes.total() == N_FUZZED

@@ -45,7 +45,7 @@ def backpropagate(
     """
     if not tensors:
         return ()
-    return torch.autograd.grad(
+    gradients = torch.autograd.grad(
         outputs,
         tensors,
         column.contiguous(),
@@ -54,6 +54,8 @@ def backpropagate(
         allow_unused=True,
         materialize_grads=True,
     )
+    # embeddings may have sparse ones
+    return tuple(g.to_dense() if g.is_sparse else g for g in gradients)
 
 
 @dataclass(frozen=True, eq=False)

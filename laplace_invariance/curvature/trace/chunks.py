@@ -179,7 +179,8 @@ def sum_over(
 
     Raises:
         RuntimeError: In the backward pass, if weights, buffers or inputs are no longer those of the
-            forward pass. Hyperparameters and modes of modules are put back for it.
+            forward pass, or if the loss is another one for whatever reason, such as random numbers
+            of the model's own. Hyperparameters and modes of modules are put back for it.
     """
     hyper = match.hyperparameters()
     users = _originals(match, hyper) if copied else {}
@@ -188,8 +189,10 @@ def sum_over(
     modes = modes_of(match.model)
     walks = match.guards.walks()
     n_walks = n_pulled = 0
+    loss = torch.zeros(())
 
     def evaluate() -> list[Tensor]:
+        nonlocal loss
         totals: list[Tensor] = []
         for chunk in chunks:
             with chunk.draws():
@@ -199,6 +202,7 @@ def sum_over(
         tape.closed = True
         if hyper:
             tape.draws = keep(tape.draws)
+        loss = totals[0]
         return totals
 
     def pull_back(cotangents: Sequence[Tensor | None]) -> list[Tensor]:
@@ -209,10 +213,19 @@ def sum_over(
         factor = match.guards.check(before, inputs, first=n_pulled > walks.latest)
         walks.latest = max(walks.latest, n_pulled)
         trim()
+        losses: list[Tensor] = []
+
+        def watched(chunk: Chunk, differentiate: bool) -> list[Tensor]:
+            found = terms(chunk, differentiate)
+            losses.append(found[0].detach())
+            return found
+
         with as_written(), in_modes(modes), at_values(hyper, values):
-            _, gradients = differentiate_over(chunks, terms, cotangents, match, values=False)
-        if factor is not None:
-            gradients = [factor * gradient for gradient in gradients]
+            _, gradients = differentiate_over(chunks, watched, cotangents, match, values=False)
+        repeats = match.guards.check_loss(loss, torch.stack(losses).sum())
+        for scale in (factor, repeats):
+            if scale is not None:
+                gradients = [scale * gradient for gradient in gradients]
         theirs = [gradients[i].to(tensor, copy=True) for i, tensor in users.items()]
         return [*gradients, *theirs]
 

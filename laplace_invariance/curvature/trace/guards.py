@@ -6,14 +6,17 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from laplace_invariance.hyper import being_learnt, hyperparameters
+from laplace_invariance.hyper import Hyperparameterised, being_learnt, hyperparameters
+from laplace_invariance.invariant import InvariantModel
 
-__all__ = ["MANY_WALKS", "Guards", "Walks", "check_loader_of_fit"]
+__all__ = ["MANY_WALKS", "Fingerprints", "Guards", "Walks", "check_loader_of_fit"]
 
 MOST_CALLS = 8  # from a backend up to laplace's fit
 GUARDED = {
@@ -24,6 +27,23 @@ GUARDED = {
 BLOCK = 2**18  # numbers that are looked at together
 MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # large and odd
 MANY_WALKS = 4  # backward passes through one fit, from which on they seem to be a mistake
+
+
+@dataclass(frozen=True, eq=False)
+class Fingerprints:
+    """What a fit depends on.
+
+    Attributes:
+        numbers: A number each for weights, buffers and inputs, which changes with any of them.
+        learnt: Hyperparameters that are learnt.
+        modules: Modules of the model.
+        options: Options and hooks of each module, as far as it says.
+    """
+
+    numbers: Tensor
+    learnt: list[Tensor]
+    modules: list[nn.Module]
+    options: list[tuple[object, ...]]
 
 
 class Guards:
@@ -38,22 +58,25 @@ class Guards:
         self._model = model
         self._walks = Walks()
 
-    def fingerprints(self, inputs: Sequence[Tensor] = ()) -> Tensor:
-        """Return a number each for weights, buffers and inputs, which changes with any of them.
+    def fingerprints(self, inputs: Sequence[Tensor] = ()) -> Fingerprints:
+        """Return what a fit depends on.
 
         Args:
             inputs: Inputs and targets that others may change.
         """
-        learnt = {id(tensor) for tensor in hyperparameters(self._model) if tensor.requires_grad}
-        buffers = [tensor for tensor in self._model.buffers() if id(tensor) not in learnt]
+        learnt = [tensor for tensor in hyperparameters(self._model) if tensor.requires_grad]
+        known = {id(tensor) for tensor in learnt}
+        buffers = [tensor for tensor in self._model.buffers() if id(tensor) not in known]
         # counters may change with every pass
-        statistics = [tensor for tensor in buffers if tensor.is_floating_point()]
+        statistics = [b for b in buffers if b.is_floating_point() or b.numel() > 1]
         groups = (list(self._model.parameters()), statistics, inputs)
         device = groups[0][0].device
-        return torch.stack([_fingerprint(group, device) for group in groups])
+        numbers = torch.stack([_fingerprint(group, device) for group in groups])
+        modules = list(self._model.modules())
+        return Fingerprints(numbers, learnt, modules, list(map(_options, modules)))
 
     def check(
-        self, before: Tensor, inputs: Sequence[Tensor] = (), first: bool = True
+        self, before: Fingerprints, inputs: Sequence[Tensor] = (), first: bool = True
     ) -> Tensor | None:
         """Raise unless everything is as it was when :meth:`fingerprints` returned ``before``.
 
@@ -72,15 +95,43 @@ class Guards:
         Raises:
             RuntimeError: Something changed.
         """
-        same = self.fingerprints(inputs) == before
+        now = self.fingerprints(inputs)
+        if list(map(id, now.learnt)) != list(map(id, before.learnt)):
+            raise _changed("choice of hyperparameters that are learnt", "fit again")
+        if now.modules != before.modules or now.options != before.options:
+            raise _changed("modules of the model, or their options or hooks,", "fit again")
+        same = now.numbers == before.numbers
         if not first and same.device.type != "cpu":
             return torch.ones((), device=same.device).where(same.all(), math.nan)
         for name, is_same in zip(GUARDED, same.tolist(), strict=True):
             if not is_same:
-                raise RuntimeError(
-                    f"the {name} changed after fit(), so its evidence has no gradient any more; "
-                    f"{GUARDED[name]}"
-                )
+                raise _changed(name, GUARDED[name])
+        return None
+
+    def check_loss(self, before: Tensor, now: Tensor) -> Tensor | None:
+        """Raise unless the loss of a batch is the same in both passes, but for round-off.
+
+        Args:
+            before: Loss of the forward pass.
+            now: Loss of the backward pass, which runs the model again.
+
+        Returns:
+            On a GPU, which is not waited for, a factor of the gradients: one, or NaN if the loss is
+            another one.
+
+        Raises:
+            RuntimeError: It is another one.
+        """
+        allowed = torch.finfo(before.dtype).eps ** 0.5 * (1 + before.abs())
+        same = ((now - before).abs() <= allowed) | ~before.isfinite()
+        if same.device.type != "cpu":
+            return torch.ones((), device=same.device).where(same, math.nan)
+        if not same:
+            raise RuntimeError(
+                f"the model has another loss in the backward pass, which runs it again, than in "
+                f"fit(): {now.item():.6g} instead of {before.item():.6g}; it must not draw random "
+                "numbers of its own, nor depend on anything that changed in between"
+            )
         return None
 
     def walks(self) -> Walks:
@@ -88,6 +139,20 @@ class Guards:
         if self._walks.begun:
             self._walks = Walks()
         return self._walks
+
+
+def _changed(what: str, way_out: str) -> RuntimeError:
+    return RuntimeError(
+        f"the {what} changed after fit(), so its evidence has no gradient any more; {way_out}"
+    )
+
+
+def _options(module: nn.Module) -> tuple[object, ...]:
+    """Return options and hooks of a module; draws are kept, and so are hyperparameters."""
+    hooks = (*module._forward_hooks, *module._forward_pre_hooks)
+    if isinstance(module, InvariantModel | Hyperparameterised):
+        return hooks
+    return (module.extra_repr(), *hooks)
 
 
 def _fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -158,14 +223,14 @@ class Walks:
 
 
 def check_loader_of_fit() -> None:
-    """Raise if laplace, which called, fits to one rank's part of the data.
+    """Raise if laplace, which called, fits to other data than the data set of its loader.
 
     Its ``fit`` goes through a loader and takes the length of the data set for that of what it saw.
-    With a ``DistributedSampler`` every rank would have an evidence of its own, of a part of the
-    data and without a word.
+    With a sampler that draws some examples twice or not at all, such as a ``DistributedSampler``,
+    the evidence would be one of other data, without a word.
 
     Raises:
-        ValueError: If the loader's sampler has a part of the data.
+        ValueError: If the loader's sampler has a part of the data, or draws with replacement.
     """
     frame = sys._getframe(1)
     for _ in range(MOST_CALLS):
@@ -173,15 +238,26 @@ def check_loader_of_fit() -> None:
             return
         frame = frame.f_back
         is_laplace = frame.f_globals.get("__name__", "").startswith("laplace.")
-        if not is_laplace or frame.f_code.co_name != "fit":
-            continue
-        batches = getattr(frame.f_locals.get("train_loader"), "batch_sampler", None)
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            raise ValueError(
-                f"the loader has a DistributedSampler, of which this rank sees one of "
-                f"{sampler.num_replicas} parts, but Laplace.fit takes it for all data, and knows "
-                "nothing of other ranks; fit with a loader without it, on every rank or on one, "
-                "or train with laplace_invariance.marglik_training, which sums over ranks"
-            )
-        return
+        if is_laplace and frame.f_code.co_name == "fit":
+            _check_sampler(frame.f_locals.get("train_loader"))
+            return
+
+
+def _check_sampler(loader: Any) -> None:
+    """Raise unless the sampler of a loader says that it yields every example once."""
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"the loader has a DistributedSampler, of which this rank sees one of "
+            f"{sampler.num_replicas} parts, but Laplace.fit takes it for all data, and knows "
+            "nothing of other ranks; fit with a loader without it, on every rank or on one, "
+            "or train with laplace_invariance.marglik_training, which sums over ranks"
+        )
+    n = len(loader.dataset) if hasattr(loader, "dataset") else 0
+    drawn = len(sampler) if hasattr(sampler, "__len__") else n
+    if getattr(sampler, "replacement", False) or drawn != n:
+        raise ValueError(
+            f"the loader has a {type(sampler).__name__}, which draws {drawn} of {n} examples, "
+            "perhaps some of them twice, but Laplace.fit takes them for the whole data set; fit "
+            "with a loader without it, of a torch.utils.data.Subset if some are to be left out"
+        )
