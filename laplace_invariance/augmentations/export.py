@@ -105,7 +105,7 @@ class LearntTransform(v2.Transform):
         """Return one draw for each element of the batch, which all inputs of a sample share."""
         if not flat_inputs:
             kinds = (
-                "images, floating point or uint8"
+                "images, as PIL has them or as tensors, floating point or uint8"
                 if self._takes_images
                 else "floating-point tensors"
             )
