@@ -112,7 +112,7 @@ def run_or_resume(directory, n_epochs, out):
     torch.save(found, out)
 
 
-def start_process(directory, name, n_epochs, method):
+def start_process(directory, name, n_epochs, method=processes.METHOD):
     """Start a run in a process of its own, which resumes if there is a checkpoint."""
     (directory / name).mkdir(exist_ok=True)
     arguments = (directory / name, n_epochs, directory / f"{name}.out")
@@ -389,13 +389,13 @@ def test_a_process_that_uses_a_checkpoint_is_named_and_its_death_frees_it(tmp_pa
     checkpoint = tmp_path / "held" / "run.pt"
     process = start_process(tmp_path, "held", 10_000)
     try:
-        while process.poll() is None and not checkpoint.exists():
+        while process.is_alive() and not checkpoint.exists():
             time.sleep(0.01)
         with pytest.raises(BlockingIOError, match=f"process {process.pid} on"):
             noisy_run(checkpoint.parent, n_epochs=10_000, resume=True)
     finally:
         process.kill()
-        process.wait()
+        process.join()
     stop = stopping_after(checkpoints.read(checkpoint)["run"]["epoch"] + 1)
     with pytest.raises(Stop):
         noisy_run(checkpoint.parent, n_epochs=10_000, resume=True, callbacks=[stop])
