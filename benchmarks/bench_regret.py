@@ -67,18 +67,14 @@ def runs(seeds: list[int]) -> list[Run]:
     """Return all runs, hard cells first."""
     sources = [("fashion_mnist", 1000), ("mnist", 1000), ("digits", 1198)]
     sources += [("fashion_mnist", 2000), ("mnist", 2000)]
-    cells = [
-        (data, n_train, "mlp", transform, seed)
-        for seed in seeds
-        for data, n_train in sources
-        for transform in TRANSFORMS
-    ]
-    cells += [
-        (data, 2000, "cnn", transform, seed)
-        for seed in seeds
-        for data in ("fashion_mnist", "mnist")
-        for transform in ("fully rotated", "±90")
-    ]
+    cells = []
+    for seed in seeds:
+        cells += [
+            (data, n_train, "mlp", transform, seed)
+            for data, n_train in sources
+            for transform in TRANSFORMS
+        ]
+        cells += [(data, 2000, "cnn", "fully rotated", seed) for data in ("fashion_mnist", "mnist")]
     needed = [Run(*cell, variant) for cell, variant in itertools.product(cells, NEEDED)]
     needed += [Run(*COST, seed, "release") for seed in seeds]
     others = [variant for variant in VARIANTS if variant not in NEEDED]

@@ -71,7 +71,7 @@ COST = Measure("minutes", _cost)
 
 
 def _kinds(net: NetworkName, scale: Scale, seeds: dict[str, int]) -> list[Cell]:
-    """Return runs of methods on all kinds of images, the first seed of all of them first.
+    """Return runs of methods on all kinds of images: seed by seed, and method by method.
 
     Args:
         net: Network.
@@ -88,7 +88,7 @@ def _kinds(net: NetworkName, scale: Scale, seeds: dict[str, int]) -> list[Cell]:
     methods = ("evidence", "none") if scale == "small" else tuple(seeds)
     cells = []
     for seed in range(max(seeds.values())):
-        for part, kind, method in itertools.product(data, kinds, methods):
+        for method, part, kind in itertools.product(methods, data, kinds):
             if seed < (1 if scale == "small" else seeds[method]):
                 config = LearnConfig(
                     data=data[part],
