@@ -276,15 +276,18 @@ class StepGuard:
         self._in_a_row.update(state["in_a_row"])
 
 
-def _all_finite(tensors: Iterable[Tensor]) -> bool:
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all tensors are finite.
 
     One question is asked on each device, as every answer of a GPU has to be waited for.
     """
     found: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
-    return all(torch.stack(flags).all() for flags in found.values())
+        found.setdefault(tensor.device, []).append(tensor.sum().float())
+    # one number that is not finite makes the sum so, which takes a tenth of the time
+    if all(torch.stack(sums).isfinite().all() for sums in found.values()):
+        return True
+    return all(tensor.isfinite().all() for tensor in tensors)  # finite ones may do so, rarely
 
 
 class Learner:

@@ -6,14 +6,18 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torchvision.transforms.functional import to_pil_image
 
 import laplace_invariance as li
 import laplace_invariance.layers  # (registers its rules before a page runs)
 from laplace_invariance import cli
 from laplace_invariance.curvature import check_model, rules
+from laplace_invariance.datasets import load
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -149,15 +153,72 @@ def commands(page):
     return [line.split()[1:] for line in re.findall(r"^laplace-invariance .*$", text, re.MULTILINE)]
 
 
-@pages(DOCS / "command-line.md", DOCS / "results.md")
+WITH_COMMANDS = [page for page in PAGES if commands(page)]
+# What makes a run short. The last value of an option counts.
+SHORT = {
+    "--epochs": "2",
+    "--search": "off",
+    "--train": "100",
+    "--test": "30",
+    "--steps": "4",
+    "--repeats": "2",
+    "--width": "2",
+    "--samples": "2",
+}
+
+
+def test_pages_with_commands_are_found():
+    assert {"command-line.md", "own-images.md", "results.md"} <= {p.name for p in WITH_COMMANDS}
+
+
+def options_of(verb, capsys):
+    """Return the options that the help of a verb names."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([verb, "--help"])
+    return set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+
+
+@pages(*WITH_COMMANDS)
 def test_commands_have_known_verbs_and_options(page, capsys):
-    assert commands(page)
     for verb, *words in commands(page):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main([verb, "--help"])
-        known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
         used = {word for word in words if word.startswith("--")}
+        known = options_of(verb, capsys)
         assert used <= known, f"{verb} has no {used - known}"
+
+
+@pytest.fixture
+def _images(_as_a_user, tmp_path):
+    """Put images where commands look for them: scikit-learn's digits, under all names."""
+    split = load("digits", n_train=200, n_test=100)
+    large = [F.interpolate(x, size=(16, 16)) for x in (split.x_train, split.x_test)]
+    (tmp_path / "data").mkdir()
+    for name in ("my", "data/mnist", "data/fashion_mnist"):
+        np.savez(
+            tmp_path / f"{name}.npz",
+            x_train=large[0].numpy(),
+            y_train=split.y_train.numpy(),
+            x_test=large[1].numpy(),
+            y_test=split.y_test.numpy(),
+        )
+    for i, (image, label) in enumerate(zip(large[0], split.y_train.tolist(), strict=True)):
+        folder = tmp_path / "photos" / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        to_pil_image(image).save(folder / f"{i}.png")
+
+
+@pytest.mark.slow
+@pages(*WITH_COMMANDS)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_images")
+def test_commands_run(page, capsys, tmp_path):
+    """As they are on the page, but short, and with images of scikit-learn."""
+    for i, (verb, *words) in enumerate(commands(page)):
+        shorter = [f"--out={i}", "--quiet"]
+        known = options_of(verb, capsys)
+        shorter += [f"{option}={value}" for option, value in SHORT.items() if option in known]
+        assert cli.main([verb, *words, *shorter]) in (0, None)
+        assert capsys.readouterr().out.strip()
+        assert list((tmp_path / str(i)).iterdir())
 
 
 # Links.

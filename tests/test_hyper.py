@@ -189,8 +189,13 @@ def weight_with(gradient):
         ([1.0, float("nan")], 3.0, False),
         ([1.0, float("inf")], None, False),
         (None, float("inf"), False),
+        ([1e308, 1e308], 3.0, True),
+        ([float("inf"), -float("inf")], 3.0, False),
     ],
-    ids=["finite", "unknown objective", "no gradient", "nan", "infinite", "infinite objective"],
+    ids=[
+        *["finite", "unknown objective", "no gradient", "nan", "infinite", "infinite objective"],
+        *["sum overflows", "infinities that cancel"],
+    ],
 )
 def test_guard_allows_what_is_finite(gradient, objective, allowed):
     guard = StepGuard(["weights", "priors"])

@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from laplace_invariance.curvature import eigen
 from laplace_invariance.curvature.trace.chunks import part_of
 from laplace_invariance.draws import Share
+from laplace_invariance.marglik.batches import batches_of
 
 __all__ = ["ALONE", "Ranks", "present_ranks", "unwrapped", "whole_loader"]
 
@@ -55,7 +56,7 @@ class Ranks:
             key_y: Key of the targets, if batches are mappings.
         """
         if self.size == 1 or not _has_index(loader):
-            for data in loader:
+            for data in batches_of(loader):
                 is_mapping = isinstance(data, MutableMapping)
                 y = data[key_y] if is_mapping else data[-1]
                 share = Share(self.rank, self.size, len(y))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Subset
 
 from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
+from laplace_invariance.marglik.batches import batches_of
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
 from laplace_invariance.marglik.loop import Trainer
@@ -198,7 +199,7 @@ class Pilots:
 
 def _endless(loader: DataLoader) -> Iterator[Any]:
     """Yield batches of a loader, epoch after epoch."""
-    return itertools.chain.from_iterable(itertools.repeat(loader))
+    return itertools.chain.from_iterable(map(batches_of, itertools.repeat(loader)))
 
 
 def _some_of(settings: Settings, n_examples: int, seed: int) -> Iterable[Any]:
