@@ -21,6 +21,7 @@ Transform = Literal[
 RangeName = Literal["x_translation", "y_translation", "rotation", "x_scale", "y_scale", "shear"]
 NetworkName = Literal["mlp", "cnn", "lenet", "resnet", "wide-resnet"]
 EstimatorName = Literal["running", "refit", "kernel"]
+LayersEstimator = Literal["running", "refit"]
 WeightsSubset = Literal["all", "last_layer"]
 LearnMethod = Literal[
     "evidence", "none", "augerino", "augerino-published", "fixed", "trivial-augment"
@@ -137,6 +138,10 @@ ESTIMATORS: dict[EstimatorName, str] = {
     "running": "from some of the minibatches that the weights are trained on",
     "refit": "from passes through all training images",
     "kernel": "a lower bound, from tangent kernels of single minibatches",
+}
+LAYERS_ESTIMATORS: dict[LayersEstimator, str] = {
+    "running": ESTIMATORS["running"],
+    "refit": ESTIMATORS["refit"],
 }
 SUBSETS_OF_WEIGHTS: dict[WeightsSubset, str] = {
     "all": "of the whole network",

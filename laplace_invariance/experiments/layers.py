@@ -270,7 +270,8 @@ def _model(config: LayersConfig, images: Tensor, n_classes: int) -> nn.Module:
 
 def _estimator(config: LayersConfig) -> Estimator:
     """Return the estimator: if nothing but priors is learnt, a pass serves all their steps."""
-    return Refit() if config.ranges == "none" else Running()
+    by_default = "refit" if config.ranges == "none" or config.augment else "running"
+    return Refit() if (config.estimator or by_default) == "refit" else Running()
 
 
 def _train(

@@ -12,6 +12,7 @@ from laplace_invariance.experiments import layers as module
 from laplace_invariance.experiments.layers import LayersConfig, layers
 from laplace_invariance.experiments.learn import LearnConfig, learn
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.marglik import Refit, Running
 from laplace_invariance.marglik.search import PathSpace
 
 SMALL = {
@@ -94,6 +95,25 @@ def test_networks_are_averaged_over_transformations_that_are_learnt(tmp_path):
 def test_ranges_are_learnt_by_evidence_alone(options):
     with pytest.raises(ValueError, match="ranges 'affine' are learnt by evidence"):
         LayersConfig(ranges="affine", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, Refit),
+        ({"ranges": "rotation"}, Running),
+        ({"ranges": "rotation", "augment": True}, Refit),  # of images as they are
+        ({"estimator": "running"}, Running),
+        ({"estimator": "refit", "ranges": "rotation"}, Refit),
+    ],
+)
+def test_estimator(options, kind):
+    assert isinstance(module._estimator(LayersConfig(**options)), kind)
+
+
+def test_no_estimate_is_of_images_that_were_mirrored_and_shifted():
+    with pytest.raises(ValueError, match="with augment, use 'refit'"):
+        LayersConfig(estimator="running", augment=True)
 
 
 def test_network_sees_classes_and_quadrants(finished):

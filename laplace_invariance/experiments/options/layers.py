@@ -30,6 +30,8 @@ class LayersConfig(ImagesConfig):
         lr_min: Step size of the weights at the end of half a cosine over all batches.
         marglik_frequency: Number of epochs between two estimates of the evidence.
         n_epochs_burnin: Number of epochs before the first estimate.
+        estimator: How the evidence is estimated in training; by default refit, but running with
+            ranges. On much data running is far cheaper.
         n_hypersteps: Number of steps on prior precisions per estimate.
         lr_hyp: Step size of the prior precisions.
         marglik_batch_size: Number of images per batch of an estimate.
@@ -67,6 +69,9 @@ class LayersConfig(ImagesConfig):
     lr_min: float = 1e-5
     marglik_frequency: int = 4
     n_epochs_burnin: int = 4
+    estimator: choices.LayersEstimator | None = field(
+        default=None, metadata={"meanings": choices.LAYERS_ESTIMATORS}
+    )
     n_hypersteps: int = 50
     lr_hyp: float = 0.1
     marglik_batch_size: int = 500
@@ -98,6 +103,11 @@ class LayersConfig(ImagesConfig):
             raise ValueError(
                 f"ranges {self.ranges!r} are learnt by evidence, from where they start: they need "
                 "method 'evidence', and a start of free paths without a search"
+            )
+        if self.estimator == "running" and self.augment:
+            raise ValueError(
+                "estimator 'running' sees the images that weights are trained on, but the evidence "
+                "is that of images as they are: with augment, use 'refit'"
             )
         if self.start == "closed":
             return
