@@ -34,6 +34,9 @@ REASONS = {
     r"test_functional_laplace": (
         "`FunctionalLaplace` accepts laplace-torch's own classes only, by an assertion"
     ),
+    r"test_dtype": (
+        "ours refuses weights in half precision, in which an evidence is off by many nats"
+    ),
     r"test_dict_data": (
         "the test expects an error, as `CurvlinopsEF` has no diagonal on mappings; ours has"
     ),
