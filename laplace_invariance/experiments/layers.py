@@ -72,7 +72,7 @@ __all__ = ["LayersConfig", "LayersResult", "layers"]
 
 SIZE = 32  # height and width of images, as the network takes them
 START_OF_RANGES = 0.1  # radians, half-widths of the image, logarithms of factors
-SEARCH = Search(keep=2, n_rounds=1)  # of starts: about a dozen trainings of ten epochs
+SEARCH = Search(keep=2, n_rounds=1)  # of starts: about a dozen short trainings
 
 
 @dataclass(frozen=True)

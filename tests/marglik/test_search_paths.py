@@ -64,6 +64,7 @@ def test_starts_are_tried_in_all_layers_and_in_the_last():
     first = [str(candidate) for candidate in space.first()]
     assert first == ["off", "closed", "half open", "open", "0 closed, 2 open"]
     assert space.n_steps(7) == 70
+    assert space.n_steps(200) == 400  # on much data steps count, not epochs
 
 
 def test_neighbours_close_and_open_the_layers_at_edges():

@@ -27,6 +27,7 @@ __all__ = ["PathCandidate", "PathSpace"]
 LEVELS = list(START_LEVELS)  # from closed for good to open
 OPENED = ("half open", "open")
 EPOCHS = 10  # of a unit of training; in less, starts are ranked wrongly
+MOST_STEPS = 400  # of it, as on much data steps count, not epochs
 
 
 class PathCandidate(NamedTuple):
@@ -105,8 +106,8 @@ class PathSpace:
         priors.start_from(start_precisions(model, levels, shared=self._shared))  # or raise
 
     def n_steps(self, n_batches: int) -> int:
-        """Return the number of steps in a unit of training: some epochs."""
-        return EPOCHS * n_batches
+        """Return the number of steps in a unit of training: those of some epochs, at most 400."""
+        return min(EPOCHS * n_batches, MOST_STEPS)
 
     def known(self, levels: Mapping[str, str]) -> PathCandidate:
         """Return the candidate that :meth:`PathCandidate.as_dict` describes."""

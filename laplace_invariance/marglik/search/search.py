@@ -121,7 +121,7 @@ class Search:
 
     Attributes:
         n_steps: Number of steps on the weights before the first estimate of a candidate. None is
-            40 for ranges, and ten epochs for free paths.
+            40 for ranges, and those of ten epochs, but at most 400, for free paths.
         keep: Number of candidates that stay after the first comparison.
         n_rounds: Number of times that neighbours of the best are tried, at most.
         oversampling: Number of samples in estimates, as a multiple of that in training.
