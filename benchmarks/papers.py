@@ -25,8 +25,8 @@ that a paper claims, on as many images as two cores can do in some hours. `--sca
 size of the paper, for those with a GPU, and `--scale small` ends within minutes, on images that
 come with scikit-learn. The command runs what is missing, continues what was interrupted, and prints
 the table. Numbers are means over seeds, with the standard deviation and the number of seeds where
-there are several. `make papers` makes this page from the files of the runs; what was not run says
-so.
+there are several; minutes and hours are of the clock, on a machine that other programs shared.
+`make papers` makes this page from the files of the runs; what was not run says so.
 """
 
 
