@@ -123,10 +123,13 @@ def test_an_interrupted_comparison_goes_on(start, tmp_path, monkeypatch, learnt,
         assert [json.loads(line)["epoch"] for line in lines] == list(range(1, 11))
 
 
-def test_what_is_clear_is_decided_at_once(start, monkeypatch):
-    found = iter([-1.0, -1.1])
+@pytest.mark.parametrize(("held", "learnt"), [(-1.0, -1.1), (-1.0, -0.999)])
+def test_what_is_clear_is_decided_at_once(start, monkeypatch, held, learnt):
+    """Learnt ranges that lead at all will lead by more; held ones must be ahead by a lot."""
+    found = iter([held, learnt])
     monkeypatch.setattr(comparison, "_evidence", lambda *_: next(found))
-    assert run(start).search.comparison == comparison.Comparison(3, -1.0, -1.1, False)
+    decided = comparison.Comparison(3, held, learnt, learnt > held)
+    assert run(start).search.comparison == decided
 
 
 def test_short_runs_are_not_compared(start):

@@ -28,8 +28,9 @@ OVERSAMPLING = 4
 N_EXAMPLES = 1000
 HELD, LEARNT = "held", "learnt"
 PARTS = (0.6, 1.0)  # of the epochs until it is decided, after which the two are compared
-VERY_CLEARLY = 0.03  # difference of evidences by which it is decided at once
-CLEARLY = 0.01  # by which held ranges must be better, as learnt ones are still on their way
+# By how much the evidence with held ranges must be higher, as learnt ones are still on their way,
+VERY_CLEARLY = 0.03  # to be decided for at once
+CLEARLY = 0.01  # to be decided for in the end
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def train_and_compare(
         for name in (HELD, LEARNT):
             _advance(name, epoch, trainer, random_states, journal)
         held, learnt = (known["evidences"][name, epoch] for name in (HELD, LEARNT))
-        if abs(learnt - held) > VERY_CLEARLY:
+        if learnt >= held or held - learnt > VERY_CLEARLY:
             break
     keeps_learning = learnt > held - CLEARLY
     winner = LEARNT if keeps_learning else HELD
