@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +43,10 @@ TRANSFORMS: dict[str, dict[str, float]] = {
 # How ranges are learnt: by default, from one start, by Augerino, or not at all
 VARIANTS = ("search", "zero", "found", "open", "augerino", "truth", "none")
 NEEDED = ("search", "truth", "none", "zero")  # before a cell is in the tables
-# The recipe of the first release, to compare costs: fits of all data, three leading directions
-RELEASE = {"stochastic": False, "output_rank": 3}
+# Whole commands, to compare their costs: of this checkout, and of the first release
+COMMANDS = {"command": None, "release": "5f7a902"}
 COST = ("mnist", 2000, "mlp", "fully rotated")
+N_EPOCHS = {"mlp": 100, "cnn": 40}
 SAMPLES = 32  # at which evidences are compared
 MOST_REGRET = 0.02
 
@@ -76,7 +80,7 @@ def runs(seeds: list[int]) -> list[Run]:
         ]
         cells += [(data, 2000, "cnn", "fully rotated", seed) for data in ("fashion_mnist", "mnist")]
     needed = [Run(*cell, variant) for cell, variant in itertools.product(cells, NEEDED)]
-    needed += [Run(*COST, seed, "release") for seed in seeds]
+    needed += [Run(*COST, seed, variant) for seed in seeds for variant in COMMANDS]
     others = [variant for variant in VARIANTS if variant not in NEEDED]
     return needed + [Run(*cell, variant) for cell, variant in itertools.product(cells, others)]
 
@@ -95,6 +99,8 @@ def augmentation(run: Run):
 
 def train(run: Run) -> dict[str, Any]:
     """Train one network, and return what it learnt and what it cost."""
+    if run.variant in COMMANDS:
+        return call(run)
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -118,20 +124,18 @@ def train(run: Run) -> dict[str, Any]:
         n_samples = 1 if run.variant == "none" else 8  # all would be the same
         model = base.image_model(net, x_train, learnt, n_samples)
         loader = DataLoader(TensorDataset(x_train, split.y_train), base.BATCH, shuffle=True)
-        is_augerino, is_release = run.variant == "augerino", run.variant == "release"
-        n_epochs = 40 if run.net == "cnn" else 100
+        is_augerino = run.variant == "augerino"
+        n_epochs = N_EPOCHS[run.net]
         started = time.thread_time()
         result = li.marglik_training(
             model,
             loader,
-            estimator="refit" if is_release else "running",
+            estimator="running",
             search=run.variant == "search",
             objective=Augerino(0.1) if is_augerino else Evidence(),
             lr_aug=0.03 if is_augerino else None,
             marglik_loader=DataLoader(loader.dataset, base.MARGLIK_BATCH),
-            **base.cosine_recipe(
-                n_epochs, len(loader), backend_kwargs=RELEASE if is_release else None
-            ),
+            **base.cosine_recipe(n_epochs, len(loader)),
         )
         seconds = time.thread_time() - started
         ordered = DataLoader(loader.dataset, base.MARGLIK_BATCH)
@@ -154,6 +158,43 @@ def train(run: Run) -> dict[str, Any]:
     if result.search is not None:
         found["search"] = result.search.state_dict()
     return found
+
+
+def call(run: Run) -> dict[str, Any]:
+    """Call ``learn`` of the command line as a user would, and return the CPU time of all of it."""
+    from laplace_invariance.files import read_json
+
+    words = f"--train {run.n_train} --net {run.net} --epochs {N_EPOCHS[run.net]} --seed {run.seed}"
+    words += f" --transform {run.transform.replace(' ', '-')} --quiet"
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        checkout = bench.ROOT
+        commit = COMMANDS[run.variant]
+        if commit is not None:
+            checkout = directory / "release"
+            extract(commit, checkout)
+        command = [sys.executable, "-W", "ignore", "-m", "laplace_invariance", "learn"]
+        command += [*words.split(), "--data", str(DATA / f"{run.data}.npz")]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [*command, "--out", str(directory / "out")],
+            cwd=checkout,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        summary = read_json(directory / "out/summary.json")
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**run._asdict(), "accuracy": summary["accuracy"], "seconds": seconds}
+
+
+def extract(commit: str, directory: Path) -> None:
+    """Put the files of a commit into a new directory."""
+    directory.mkdir()
+    archive = subprocess.run(
+        ["git", "archive", commit], cwd=bench.ROOT, check=True, stdout=subprocess.PIPE
+    )
+    subprocess.run(["tar", "-x"], cwd=directory, check=True, input=archive.stdout)
 
 
 def cells() -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
@@ -218,21 +259,20 @@ def details() -> str:
 
 
 def cost() -> str:
-    """Return a table of the time that a run with a search takes, beside one of the first release.
-
-    The two of a seed are to be run at the same time, as others on the machine disturb both.
-    """
+    """Return a table of the CPU time of ``learn``, with its search, and of that of the release."""
     rows = []
-    for (*cell, seed), runs in cells().items():
-        if tuple(cell) == COST and "release" in runs:
-            searched, released = runs["search"], runs["release"]
-            seconds = [f"{run['seconds']:.0f}" for run in (searched, released)]
-            ratio = searched["seconds"] / released["seconds"]
-            gain = searched["evidence_32"] - released["evidence_32"]
-            rows.append([str(seed), *seconds, f"{ratio:.2f}", f"{gain:+.3f}"])
+    found = {(run["seed"], run["variant"]): run for run in results(RESULTS)}
+    for seed in sorted({seed for seed, _ in found}):
+        if any((seed, variant) not in found for variant in COMMANDS):
+            continue
+        both = [found[seed, variant] for variant in COMMANDS]
+        seconds = [run["seconds"] for run in both]
+        row = [f"{value:.0f}" for value in seconds] + [f"{seconds[0] / seconds[1]:.2f}"]
+        rows.append([str(seed), *row, *(f"{run['accuracy']:.1%}" for run in both)])
     if not rows:
         return ""
-    header = ["seed", "search, CPU s", "first release, CPU s", "ratio", "gain in evidence"]
+    header = ["seed", "CPU s", "of the first release", "ratio"]
+    header += ["accuracy", "of the first release"]
     return bench.table(header, rows)
 
 
@@ -257,7 +297,8 @@ def main() -> None:
     costs = cost()
     if costs:
         data, n_train, net, transform = COST
-        text += f"\n\nThe cost of a run, {data}, {n_train} images, {net}, {transform}:\n\n{costs}"
+        words = f"{data}, {n_train} images, {net}, {transform}"
+        text += f"\n\nThe cost of `laplace-invariance learn`, {words}:\n\n{costs}"
     print(text)
     if arguments.write:
         bench.write("regret", text)

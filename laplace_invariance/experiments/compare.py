@@ -22,6 +22,7 @@ from laplace_invariance.experiments.learn import LearnResult, check_run, learn
 from laplace_invariance.experiments.options import CompareConfig, LearnConfig
 from laplace_invariance.experiments.reports import compare_report
 from laplace_invariance.experiments.results import (
+    N_COMPARED,
     images_words,
     range_words,
     spaced,
@@ -74,7 +75,7 @@ class CompareResult:
         parts = [self._data()]
         for transform in self.transforms:
             parts += [f"{transform_words(transform)}:".capitalize(), self._table(transform)]
-        parts.append(f"Log evidence per training image, {self._kind()}, samples {self._samples()}.")
+        parts.append(f"Log evidence per training image, {self._kind()}.")
         return "\n\n".join(parts)
 
     def _data(self) -> str:
@@ -86,24 +87,15 @@ class CompareResult:
         return f"{first.config.data}: {images_words(first.data)}; network {first.net}; {words}."
 
     def _kind(self) -> str:
-        """Say of which weights evidences are, and whether of all directions of the loss Hessian."""
+        """Say what evidences are of, with how many samples, and how sure they are."""
         results = list(itertools.chain(*self.results.values()))
-        largest = max(result.evidence_error for result in results)
-        words = "exact"
-        if largest > 0:
-            words = f"with standard errors up to {largest:.3f}"
+        words = f"with {N_COMPARED} samples wherever outputs are averaged"
         if results[0].config.subset_of_weights == "last_layer":
             words = f"of the last layer, {words}"
+        largest = max(result.evidence_error for result in results)
+        if largest > 0:
+            words += f", and standard errors up to {largest:.3f}"
         return words
-
-    def _samples(self) -> str:
-        """Say how many samples networks are averaged over, since more make evidences higher."""
-        numbers: dict[int, list[str]] = {}
-        for method in self.methods:
-            found = next(runs[0] for (_, name), runs in self.results.items() if name == method)
-            numbers.setdefault(found.n_samples, []).append(method)
-        parts = [f"S = {n} ({', '.join(methods)})" for n, methods in numbers.items()]
-        return " and ".join(parts)
 
     def _table(self, transform: str) -> str:
         """Return the table of one kind of images, without columns that are empty."""
@@ -130,7 +122,7 @@ def _accuracy_cell(results: Sequence[LearnResult]) -> str:
 
 
 def _evidence_cell(results: Sequence[LearnResult]) -> str:
-    return _spread([result.evidence for result in results], "{:.3f}")
+    return _spread([result.comparable for result in results], "{:.3f}")
 
 
 def _ranges_cell(results: Sequence[LearnResult]) -> str:
@@ -247,7 +239,7 @@ def _side_by_side(
 
 
 def _progress(result: LearnResult) -> str:
-    words = f"log evidence {result.evidence:.3f}"
+    words = f"log evidence {result.comparable:.3f}"
     if result.accuracy is None:
         return words
     return f"{words}, accuracy {result.accuracy:.1%}"

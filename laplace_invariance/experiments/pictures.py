@@ -231,7 +231,7 @@ def _by_method(
     evidences: dict[str, list[float]] = {}
     for method in methods:
         for result in comparison.results.get((transform, method), []):
-            evidences.setdefault(method, []).append(result.evidence)
+            evidences.setdefault(method, []).append(result.comparable)
             if result.accuracy is not None:
                 accuracies.setdefault(method, []).append(100 * result.accuracy)
     found = {"log evidence, nats per training image": evidences}

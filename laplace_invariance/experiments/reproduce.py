@@ -25,7 +25,15 @@ __all__ = ["ReproduceConfig", "ReproduceResult", "read_results", "reproduce"]
 
 # What a small file keeps of a summary, by experiment
 KEPT: dict[str, tuple[str, ...]] = {
-    "learn": ("accuracy", "evidence", "evidence_error", "newton_decrement", "magnitudes", "truth"),
+    "learn": (
+        "accuracy",
+        "evidence",
+        "evidence_compared",
+        "evidence_error",
+        "newton_decrement",
+        "magnitudes",
+        "truth",
+    ),
     "layers": (
         "accuracy",
         "log_likelihood",

@@ -14,8 +14,17 @@ from laplace_invariance.experiments.options import LearnConfig
 from laplace_invariance.marglik import Result, SearchResult
 from laplace_invariance.tables import labelled
 
-__all__ = ["LearnResult", "data_of", "images_words", "range_words", "spaced", "transform_words"]
+__all__ = [
+    "N_COMPARED",
+    "LearnResult",
+    "data_of",
+    "images_words",
+    "range_words",
+    "spaced",
+    "transform_words",
+]
 
+N_COMPARED = 32  # samples at which evidences of runs are compared
 LEAST_SHOWN = 5e-4  # width of a range that counts as open if it is not learnt
 
 
@@ -41,6 +50,10 @@ class LearnResult:
             they are, since then no truth is known.
         scale_correlation: Correlation of the two axes' scalings, if correlations were learnt.
         seconds: Duration of search and training, validation included.
+        evidence_compared: Log evidence per training image with 32 samples, whatever the run has,
+            and priors at their optimum, so that runs can be compared: the noise of few samples
+            counts as complexity. Without samples it is ``evidence``; None of a run of an earlier
+            version.
         search: What the search for a start tried: the best trial, all trials, and the evidence of
             guessing; None without a search.
         training: What ``marglik_training`` returned; None if the result was read from a file.
@@ -59,8 +72,14 @@ class LearnResult:
     truth: dict[str, float]
     scale_correlation: float | None
     seconds: float
+    evidence_compared: float | None = None
     search: dict[str, Any] | None = None
     training: Result | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def comparable(self) -> float:
+        """Log evidence per training image to compare with that of other runs."""
+        return self.evidence if self.evidence_compared is None else self.evidence_compared
 
     def summary(self) -> dict[str, Any]:
         """Return the configuration and all that was learnt, for JSON."""
@@ -136,6 +155,8 @@ class LearnResult:
             words += ", of the last layer"
         if self.n_samples > 1:
             words += f", {self.n_samples} samples"
+            if self.evidence_compared is not None:
+                words += f"; with {N_COMPARED}, to compare: {self.evidence_compared:.3f}"
         return words
 
 

@@ -18,16 +18,17 @@ CELLS = {
 }
 
 
-def result_of(magnitudes=(), truth=(), accuracy=0.5, error=0.0, n_samples=8, **options):
+def result_of(magnitudes=(), truth=(), accuracy=0.5, error=0.0, compared=-1.0, **options):
     return LearnResult(
         LearnConfig(**options),
         data={"n_train": 9, "n_test": 5, "in_shape": [1, 28, 28], "n_classes": 3},
         net="mlp",
         accuracy=accuracy,
-        evidence=-1.0,
+        evidence=-2.0,
         evidence_error=error,
         newton_decrement=0.0,
-        n_samples=n_samples,
+        n_samples=8,
+        evidence_compared=compared,
         ranges={},
         magnitudes=dict(magnitudes),
         truth=dict(truth),
@@ -82,22 +83,23 @@ def test_ranges_are_in_words_and_closed_ones_are_not_listed():
     assert "true" not in table
 
 
-def test_evidences_come_with_their_samples_and_errors():
-    exact = CompareResult(
+def test_evidences_are_compared_at_equal_samples_and_come_with_their_errors():
+    table = CompareResult(
         {
             ("original", "evidence"): [result_of(), result_of()],
-            ("original", "fixed"): [result_of(method="fixed")],
-            ("original", "none"): [result_of(method="none", n_samples=1)],
+            ("original", "none"): [result_of(method="none", compared=-1.5)],
+            ("original", "fixed"): [result_of(method="fixed", compared=None)],
         }
     ).markdown()
-    caption = (
-        "Log evidence per training image, exact, samples S = 8 (evidence, fixed) and S = 1 (none)"
-    )
-    assert exact.endswith(f"{caption}.")
-    assert "| evidence | -1.000 ± 0.000 | 50.0 ± 0.0 % |" in exact
+    caption = "Log evidence per training image, with 32 samples wherever outputs are averaged."
+    assert table.endswith(caption)
+    assert "| evidence | -1.000 ± 0.000 | 50.0 ± 0.0 % |" in table
+    assert "| none | -1.500 | 50.0 % |" in table
+    assert "| fixed | -2.000 | 50.0 % |" in table  # of an earlier version, which has no other
     estimated = result_of(error=0.02, subset_of_weights="last_layer")
     table = CompareResult({("original", "evidence"): [estimated]}).markdown()
-    assert "image, of the last layer, with standard errors up to 0.020, samples S = 8" in table
+    assert "image, of the last layer, with 32 samples wherever" in table
+    assert table.endswith("averaged, and standard errors up to 0.020.")
 
 
 def test_without_test_images_accuracies_are_left_out():

@@ -8,12 +8,13 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from laplace_invariance import AffineImage, plots
 from laplace_invariance.experiments import learn as module
 from laplace_invariance.experiments.choices import LEARN_METHODS, EstimatorName
-from laplace_invariance.experiments.learn import LEARN_NETWORKS, LearnConfig, learn
-from laplace_invariance.marglik import Search, training
+from laplace_invariance.experiments.learn import LEARN_NETWORKS, LearnConfig, learn, learnt_model
+from laplace_invariance.marglik import Search, log_evidence, training
 
 SMALL = {"n_train": 100, "n_test": 50, "n_epochs": 4, "n_samples": 2, "search": "off"}
 WORDS = "--train 100 --test 50 --epochs 4 --samples 2 --search off"
@@ -172,12 +173,23 @@ def test_every_estimator_ends_with_the_exact_evidence(estimator):
     assert training.la.log_marginal_likelihood().item() == pytest.approx(training.evidence)
     estimates = [record["evidence"] for record in training.history]
     assert training.evidence not in estimates
-    assert "per training image, 2 samples\n" in str(result)
+    compared = f"; with 32, to compare: {result.evidence_compared:.3f}\n"
+    assert f"per training image, 2 samples{compared}" in str(result)
+
+
+def test_evidences_are_compared_with_32_samples():
+    """A few random directions come close to what all of them give."""
+    config = LearnConfig(method="fixed", **SMALL)
+    result = learn(config)
+    model, data = learnt_model(result, None)
+    exact = log_evidence(model, DataLoader(data, 50), n_samples=32) / len(data)
+    assert result.evidence_compared == pytest.approx(exact, abs=0.02)
+    assert abs(result.evidence - exact) > 0.05  # with two samples
 
 
 def test_evidence_of_the_last_layer_is_called_so():
     result = learn(LearnConfig(subset_of_weights="last_layer", **SMALL))
-    assert "per training image, of the last layer, 2 samples\n" in str(result)
+    assert "per training image, of the last layer, 2 samples; with 32" in str(result)
     assert len(result.training.la.mean) == sum(
         parameter.numel() for parameter in result.training.model.net[-1].parameters()
     )
@@ -187,6 +199,7 @@ def test_evidence_is_shown_with_its_error():
     result = learn(LearnConfig(method="none", **SMALL | {"n_epochs": 1}))
     assert result.n_samples == 1
     assert "per training image\n" in str(result)
+    assert result.comparable == result.evidence
     estimated = dataclasses.replace(result, evidence=-1.5, evidence_error=0.004)
     assert "log evidence    -1.500 ± 0.004 per training image\n" in str(estimated)
     assert estimated.summary()["evidence_error"] == 0.004

@@ -17,6 +17,7 @@ from laplace_invariance.experiments.reports.facts import (
     spaced,
 )
 from laplace_invariance.experiments.reports.page import Html
+from laplace_invariance.experiments.results import N_COMPARED
 from laplace_invariance.marglik import SearchResult
 from laplace_invariance.marglik.training import FAR_FROM_A_MODE
 
@@ -134,6 +135,9 @@ def _numbers(result: LearnResult) -> Html:
     if config.subset_of_weights == "last_layer":
         remark += ", of the last layer"
     entries.append(("log evidence per training image", f"{result.evidence:.3f} nats", remark))
+    if result.n_samples > 1 and result.evidence_compared is not None:
+        compared = f"{result.evidence_compared:.3f} nats"
+        entries.append((f"with {N_COMPARED} samples", compared, "to compare with other runs"))
     step = f"{result.newton_decrement:.3f} nats"
     entries.append(("a Newton step would gain", step, "per training image; 0 at a mode"))
     entries.append(("samples per image", str(result.n_samples), f"{config.n_epochs} epochs"))

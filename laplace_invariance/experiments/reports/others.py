@@ -61,14 +61,10 @@ def _winners(comparison: CompareResult) -> str:
         for method in comparison.methods:
             runs = comparison.results.get((transform, method))
             if runs is not None:
-                means[method] = sum(run.evidence for run in runs) / len(runs)
+                means[method] = sum(run.comparable for run in runs) / len(runs)
         best = max(means, key=lambda method: means[method])
         words.append(f"{best} ({spaced(transform)}, {means[best]:.3f} nats per image)")
-    counts = {run.n_samples for runs in comparison.results.values() for run in runs}
-    found = f"Highest evidence: {'; '.join(words)}."
-    if len(counts) > 1:
-        found += " Methods differ in their number of samples; with more, evidences are higher."
-    return found
+    return f"Highest evidence: {'; '.join(words)}."
 
 
 def _tables(markdown: str) -> list[tuple[str, Html]]:
