@@ -167,6 +167,20 @@ def test_failures_have_reasons(module):
     assert "| `test_new` | 1 | unknown: E  KeyError |" in shown
 
 
+def test_runs_of_the_same_files_are_kept(module, monkeypatch, tmp_path):
+    theirs = module("their_tests")
+    monkeypatch.setattr(theirs, "RESULTS", tmp_path / "their_tests.json")
+
+    def result(run, n_passed, files=("a.py",)):
+        return {"run": run, "files": list(files), "counts": {"passed": n_passed}, "failures": {}}
+
+    assert theirs.with_earlier([result("stock", 1)]) == [result("stock", 1)]
+    earlier = [result("stock", 2), result("native", 2), result("asdl", 2, ("a.py", "b.py"))]
+    theirs.RESULTS.write_text(json.dumps(earlier))
+    found = theirs.with_earlier([result("stock", 1), result("backpack", 1)])
+    assert found == [result("stock", 1), result("backpack", 1), result("native", 2)]
+
+
 @pytest.mark.slow
 def test_the_script_runs_tests_of_a_checkout(module, checkout, tmp_path, capsys):
     """Where a test leaves the backend to laplace, and, if wanted, where it imports one."""

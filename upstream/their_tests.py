@@ -72,6 +72,16 @@ def compare(name: str, theirs: Sequence[Outcome], ours: Sequence[Outcome]) -> di
     return {"run": name, "files": files, "counts": counts(ours), "failures": failures}
 
 
+def with_earlier(results: Sequence[dict]) -> list[dict]:
+    """Return results with those of other runs that were written before, of the same files."""
+    found = {one["run"]: one for one in results}
+    if RESULTS.exists():
+        for one in json.loads(RESULTS.read_text()):
+            if one["files"] == results[0]["files"]:
+                found.setdefault(one["run"], one)
+    return list(found.values())
+
+
 def described(outcomes: dict[str, int]) -> str:
     """Return counts in words."""
     return ", ".join(f"{n} {how}" for how, n in outcomes.items())
@@ -132,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results.append(compare(f"{engine}, {substitute}", theirs, ours))
     print(table(results), end="")
     if options.write:
+        results = with_earlier(results)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         PAGE.write_text(replace_table(PAGE, "their tests", table(results)))

@@ -133,6 +133,9 @@ class Table:
         texts = []
         for part in dict.fromkeys(cell.part for cell in cells):
             own = [cell for cell in cells if cell.part == part]
+            if not any(cell.name in found for cell in own):
+                texts.append(_left_out(part, own))
+                continue
             for measure in self.measures:
                 heading = f"{part}, {measure.title}:" if part else f"{measure.title}:"
                 texts.append(f"{heading}\n\n{self._part(own, measure, found)}")
@@ -149,6 +152,13 @@ class Table:
                 texts.append(_cell(planned, measure, found))
             lines.append([row, *texts])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _left_out(part: str, cells: Sequence[Cell]) -> str:
+    """Return in a line what was not run of a part of which nothing was."""
+    rows = ", ".join(dict.fromkeys(cell.row for cell in cells))
+    columns = ", ".join(dict.fromkeys(cell.column for cell in cells))
+    return f"{part + ': ' if part else ''}{NOT_RUN} ({rows}; on {columns})."
 
 
 def _cell(planned: Sequence[Cell], measure: Measure, found: Mapping[str, Found]) -> str:
