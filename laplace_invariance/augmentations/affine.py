@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from laplace_invariance.augmentations.base import (
+from laplace_invariance.augmentations.base import Shape
+from laplace_invariance.augmentations.box import (
     BoxAugmentation,
     BoxOptions,
     Init,
     Names,
-    Shape,
     as_factor,
     in_degrees,
 )

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import (
     Augmentation,
-    BoxAugmentation,
     Openings,
     Shape,
     check_draws,
     check_n_samples,
 )
+from laplace_invariance.augmentations.box import BoxAugmentation
 from laplace_invariance.draws import fixed_cube, sample_cube
 
 __all__ = ["Compose"]

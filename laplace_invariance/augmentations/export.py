@@ -12,7 +12,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from laplace_invariance.augmentations.base import Augmentation, BoxAugmentation
+from laplace_invariance.augmentations.base import Augmentation
+from laplace_invariance.augmentations.box import BoxAugmentation
 
 __all__ = ["LearntTransform"]
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laplace_invariance.augmentations.base import (
+from laplace_invariance.augmentations.base import Shape
+from laplace_invariance.augmentations.box import (
     BoxAugmentation,
     BoxOptions,
     Init,
     Names,
-    Shape,
     as_factor,
 )
 

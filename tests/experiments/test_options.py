@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from laplace_invariance import AffineImage, datasets, variational
-from laplace_invariance.augmentations.base import DRAWS
+from laplace_invariance.augmentations.box import DRAWS
 from laplace_invariance.autoencoder import LAYER_KINDS
 from laplace_invariance.cli import VERBS
 from laplace_invariance.curvature import BACKENDS
