@@ -115,4 +115,4 @@ release-check: $(READY)  ## build the package, install it into a new environment
 	$(BIN)/python tools/release_check.py
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) build dist site *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .coverage .mypy_cache .import_linter_cache .pytest_cache .hypothesis .ruff_cache

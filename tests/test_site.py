@@ -56,7 +56,6 @@ def cell(kind, source):
 
 
 def test_cells_share_names_and_show_what_they_print_return_and_draw():
-    pytest.importorskip("matplotlib")
     figure = "from matplotlib.figure import Figure\nFigure((1, 1))"
     sources = ["a = 2", "print(a)\na + 1", figure]
     notebook = {"cells": [cell("markdown", "# Title"), *(cell("code", s) for s in sources)]}

@@ -449,7 +449,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, whole):
     assert_bit_equal(run(path), whole.result)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="opens files in another way")
+@pytest.mark.skipif(sys.platform == "win32", reason="lock files of open runs cannot be removed")
 @pytest.mark.parametrize("what", ["lock", "tmp"])
 def test_files_that_cannot_be_written_are_said_to_be(tmp_path, whole, monkeypatch, what):
     """A file system may become read-only at any time, such as after an error of the disk."""
