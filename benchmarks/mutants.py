@@ -46,6 +46,8 @@ MODULES = {  # and which tests are likely to notice a break
     "curvature/loss_hessian.py": ("curvature/test_loss_hessian.py",),
     "curvature/trace/calls.py": ("curvature/test_architectures.py", "curvature/test_uses.py"),
     "curvature/trace/chunks.py": ("curvature/test_chunks.py", "curvature/test_keep.py"),
+    "curvature/trace/explaining.py": ("curvature/test_architectures.py", "curvature/test_uses.py"),
+    "curvature/trace/following.py": ("curvature/test_uses.py", "curvature/test_architectures.py"),
     "curvature/trace/matching.py": ("curvature/test_architectures.py", "curvature/test_uses.py"),
     "curvature/trace/shortcuts.py": ("curvature/test_shortcuts.py", "curvature/test_rerun.py"),
     "curvature/trace/uses.py": ("curvature/test_uses.py", "curvature/test_architectures.py"),

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from laplace_invariance.curvature.ggn import AugmentedEF, AugmentedGGN
 from laplace_invariance.curvature.names import AnyBackend, find_backend
-from laplace_invariance.curvature.trace.matching import Coverage, coverage, match
+from laplace_invariance.curvature.trace.coverage import Coverage, coverage
+from laplace_invariance.curvature.trace.matching import match
 from laplace_invariance.hyper import named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.modes import as_written, evaluation

@@ -13,21 +13,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.draws import Share, sharing
-from laplace_invariance.files import to_finite
 from laplace_invariance.hyper import StepGuard, named_hyperparameters
 from laplace_invariance.marglik.checkpoints import Journal
-from laplace_invariance.marglik.estimators.base import TERMS, Context, finite
+from laplace_invariance.marglik.estimators.base import Context, finite
 from laplace_invariance.marglik.hyperparameters import Hyperparameters
 from laplace_invariance.marglik.priors import Priors, last_layer_of
 from laplace_invariance.marglik.randomness import RandomStates
+from laplace_invariance.marglik.records import progress, record_of
 from laplace_invariance.marglik.settings import Callback, Record, Settings
 from laplace_invariance.marglik.targets import check_labels
 from laplace_invariance.precision import check_precision, with_autocast, without_autocast
 
 __all__ = ["Trainer"]
-
-MAX_NAMED = 200  # prior precisions that a record has by name
-MAX_LISTED = 1000  # prior precisions that a record has at all
 
 
 class Trainer:
@@ -143,7 +140,7 @@ class Trainer:
                 journal.save()  # after callbacks, so that it has what they did to random states
                 bar.update()
                 if shown:
-                    bar.set_postfix(self._progress())
+                    bar.set_postfix(progress(self))
 
     def hold(self, held: bool) -> None:
         """Leave hyperparameters as they are from now on, or learn them again."""
@@ -184,7 +181,7 @@ class Trainer:
         others = self.settings.data.valid_loader
         if others is not None and (due or self.epoch == self.n_epochs):
             valid = self._validate(others)
-        return self._record(estimate, valid)
+        return record_of(self, estimate, valid, self._seconds)
 
     def _phase(self, epoch: int) -> str:
         """Return in words what happens in an epoch, for the progress bar."""
@@ -338,49 +335,6 @@ class Trainer:
         means = (torch.stack(sums) / total).tolist()
         return {name: finite(mean) for name, mean in zip(found, means, strict=True)}
 
-    def _record(
-        self,
-        estimate: Record,
-        valid: dict[str, float | None] | None,
-    ) -> Record:
-        """Return what is known at the end of an epoch."""
-        noise = self.priors.noise
-        named = self.priors.named() if len(self.priors.groups) <= MAX_NAMED else None
-        record = {
-            "epoch": self.epoch,
-            "loss": self.losses[-1],
-            **dict.fromkeys(("evidence", *TERMS, "newton_decrement")),
-            **self.hyperparameters.describe(),
-            **estimate,
-            "prior_precision": _summary(self.priors.precision.detach()),
-            "prior_precisions": named,
-            "sigma_noise": None if noise is None else noise.item(),
-            "valid": valid,
-            "skipped": dict(self.guard.skipped),
-            "seconds": dict(self._seconds),
-        }
-        found: Record = to_finite(record)
-        return found
-
-    def _progress(self) -> dict[str, str]:
-        """Return loss, evidence, accuracy and the widest ranges, each as last known."""
-        shown = {"loss": f"{self.losses[-1]:.3f}"}
-        evidence = self._last_known("evidence")
-        if evidence is not None:
-            shown["evidence"] = f"{evidence / self.settings.data.n_data:.3f}"
-        valid = self._last_known("valid")
-        if valid is not None and "accuracy" in valid:
-            shown["accuracy"] = f"{valid['accuracy']:.1%}"
-        ranges: dict[str, float] = {}
-        for magnitudes in self.history[-1]["ranges"].values():
-            ranges |= magnitudes
-        widest = sorted(ranges.items(), key=lambda item: item[1], reverse=True)[:3]
-        return shown | {name: f"{value:.2f}" for name, value in widest}
-
-    def _last_known(self, key: str) -> Any:
-        known = (record[key] for record in reversed(self.history) if record[key] is not None)
-        return next(known, None)
-
     def signature(self) -> dict[str, Any]:
         """Return what must agree between a run that wrote a checkpoint and one that resumes it."""
         tensors = self.model.state_dict().items()
@@ -436,10 +390,3 @@ def _mean(values: Sequence[Tensor], sizes: Sequence[int]) -> float:
         return float("nan")
     numbers = torch.cat([value.reshape(1) for value in values]).tolist()
     return sum(number * size for number, size in zip(numbers, sizes, strict=True)) / sum(sizes)
-
-
-def _summary(precisions: Tensor) -> list[float]:
-    """Return prior precisions; minimum, median and maximum if there are too many for a record."""
-    if len(precisions) > MAX_LISTED:
-        precisions = torch.stack([precisions.min(), precisions.median(), precisions.max()])
-    return precisions.tolist()

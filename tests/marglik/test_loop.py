@@ -23,6 +23,7 @@ from laplace_invariance.layers.sparse import SparseLinear2d
 from laplace_invariance.marglik import MAP, Running, checkpoints
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.randomness import RandomStates
+from laplace_invariance.marglik.records import record_of
 from laplace_invariance.marglik.tracking import scalars
 
 FEW = {"n_epochs": 4, "n_hypersteps": 2, "optimizer_kwargs": {"lr": 1e-2}}
@@ -141,7 +142,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_history(tmp_path):
     trainer = trainer_of(plain_network(), n_epochs=1, history=path)
     trainer.priors.log_precision.data.fill_(800.0)  # whose exponential overflows
     trainer.losses.append(math.nan)
-    record = trainer._record({}, None)
+    record = record_of(trainer, {}, None, {"train": 0.0, "estimate": 0.0})
     assert (record["loss"], set(record["prior_precisions"].values())) == (None, {None})
     assert set(record["prior_precision"]) == {None}
     journal = checkpoints.Journal(trainer, RandomStates(trainer.model, []), trainer.settings.output)

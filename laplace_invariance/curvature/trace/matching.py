@@ -10,22 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_invariance.curvature.rules import (
-    AnyBlock,
-    ElementwiseBlock,
-    Map,
-    MatrixBlock,
-    blocks_of,
-    rules,
-)
-from laplace_invariance.curvature.trace.calls import Call, Layers, backpropagate
+from laplace_invariance.curvature.rules import AnyBlock, Map, MatrixBlock
+from laplace_invariance.curvature.trace.calls import Call, Layers
+from laplace_invariance.curvature.trace.coverage import Coverage, coverage
+from laplace_invariance.curvature.trace.explaining import Truth, verified
 from laplace_invariance.curvature.trace.guards import Guards
 from laplace_invariance.draws import fixed_draws
 from laplace_invariance.hyper import hyperparameters, named_hyperparameters
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.precision import HALF
 
-__all__ = ["Coverage", "Match", "Owner", "coverage", "match"]
+__all__ = ["Match", "match"]
 
 
 PERTURBATION = 0.05  # of parameters, relative to their size, while rules are verified
@@ -36,95 +31,6 @@ WAYS_OUT = (
     "requires_grad_(False) leaves a parameter out of the posterior; hessian_structure='diag' or "
     "'full' needs no rule. laplace_invariance.curvature.check_model(model, x) shows all."
 )
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A module that owns a parameter, and what its rule says of it.
-
-    Attributes:
-        path: Name of the module in the model.
-        module: The module.
-        name: Name of the parameter in the module.
-        blocks: Blocks of the parameter.
-        reason: Why there is none, if so.
-    """
-
-    path: str
-    module: nn.Module
-    name: str
-    blocks: tuple[AnyBlock, ...]
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path or 'model'}.{self.name} ({type(self.module).__name__})"
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """What is known of one parameter: its owners with their blocks, or why there are none.
-
-    Attributes:
-        name: Name of the parameter in the model.
-        parameter: The parameter.
-        owners: Modules that own it; several share it.
-        reason: Why it has no Kronecker curvature, or None if it has.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    owners: tuple[Owner, ...]
-    reason: str | None
-
-    @property
-    def supported(self) -> bool:
-        """Whether rules cover the parameter."""
-        return self.reason is None
-
-    @property
-    def is_promised(self) -> bool:
-        """Whether a rule was registered for the very class of an owner, other than those of torch.
-
-        Such a rule is wrong if it does not explain a gradient.
-        """
-        kinds = [type(owner.module) for owner in self.owners if owner.blocks]
-        return any(kind in rules() and not kind.__module__.startswith("torch.") for kind in kinds)
-
-
-def coverage(model: nn.Module) -> list[Coverage]:
-    """Match every parameter that requires grad with the modules that own it, and their rules.
-
-    Args:
-        model: Any module. The rule of each of its modules runs once.
-
-    Returns:
-        An entry for each parameter, in the order of ``model.parameters()``.
-    """
-    owners: dict[nn.Parameter, list[Owner]] = {}
-    for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if not any(parameter.requires_grad for parameter in own.values()):
-            continue
-        blocks, reason = blocks_of(module)
-        for name, parameter in own.items():
-            found = tuple(block for block in blocks if block.parameter == name)
-            owners.setdefault(parameter, []).append(Owner(path, module, name, found, reason))
-    return [
-        Coverage(name, parameter, tuple(owners[parameter]), _objection(owners[parameter]))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-
-
-def _objection(owners: list[Owner]) -> str | None:
-    """Return why the owners' blocks do not cover the parameter, or None if they do."""
-    layouts = set()  # in which blocks of one parameter must agree
-    for owner in owners:
-        sizes = (getattr(owner.module, "groups", 1), getattr(owner.module, "slots", 1))
-        layouts.add((type(owner.module), owner.name, *sizes))
-    if len(layouts) > 1:
-        return f"shared by modules of different kinds: {' and '.join(map(str, owners))}"
-    return next((owner.reason for owner in owners if not owner.blocks), None)
 
 
 @dataclass(frozen=True)
@@ -306,7 +212,7 @@ def _rehearse(model: nn.Module, layers: Layers, x: Any) -> tuple[Tensor, list[Ca
     return outputs, calls
 
 
-def _check_finite(model: nn.Module, truth: _Truth) -> None:
+def _check_finite(model: nn.Module, truth: Truth) -> None:
     """Raise FloatingPointError unless outputs of a model and their gradients are finite."""
     for what, tensors in {"outputs": [truth.outputs], "gradients": truth.gradients}.items():
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
@@ -350,48 +256,19 @@ def _look(covered: Sequence[Coverage], model: nn.Module, x: Any) -> _Seen:
     """Run a model, and look for what rules do not explain outside of layers."""
     layers = _assign(covered)
     outputs, calls = _rehearse(model, layers, x)
-    truth = _Truth(outputs, [entry.parameter for entry in covered])
+    truth = Truth(outputs, [entry.parameter for entry in covered])
     _check_finite(model, truth)
-    explained = _verified(covered, truth, calls)
+    explained = verified(covered, truth, calls)
     layers.blocks = _assign(covered, explained).blocks
     missing = {i: entry for i, entry in enumerate(covered) if i not in explained}
     layers.used = {i: e.parameter for i, e in missing.items() if not e.is_promised}
     if layers.used:
         layers.constants = list(model.buffers())
         outputs, calls = _rehearse(model, layers, x)
-        truth = _Truth(outputs, truth.parameters)
-        explained = _verified(covered, truth, calls)
+        truth = Truth(outputs, truth.parameters)
+        explained = verified(covered, truth, calls)
         layers.used = {i: p for i, p in layers.used.items() if i in explained}
     return _Seen(layers, outputs, calls, explained, truth.has_silent)
-
-
-class _Truth:
-    """The gradients of a model, input by input, along one direction of its outputs.
-
-    Args:
-        outputs: Outputs ``[batch, C]`` of the model.
-        parameters: Its parameters.
-
-    Attributes:
-        outputs: The same.
-        parameters: The same.
-        direction: Direction ``[C]``.
-        gradients: Gradient ``[batch, numel]`` of each parameter.
-        has_silent: Whether one of them is zero.
-    """
-
-    def __init__(self, outputs: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        self.outputs = outputs
-        self.parameters = parameters
-        numbers = torch.arange(1, outputs.shape[-1] + 1, device=outputs.device)
-        self.direction = torch.sin(numbers.to(outputs.dtype))
-        self.gradients = [outputs.new_empty(len(outputs), p.numel()) for p in parameters]
-        for i, row in enumerate(outputs):
-            for found, gradient in zip(
-                self.gradients, backpropagate(row, parameters, self.direction), strict=True
-            ):
-                found[i] = gradient.flatten()
-        self.has_silent = not torch.stack(list(map(torch.any, self.gradients))).all()
 
 
 def _judged(entry: Coverage, is_explained: bool) -> Coverage:
@@ -404,82 +281,6 @@ def _judged(entry: Coverage, is_explained: bool) -> Coverage:
         "or the first axis of what they see is not the batch"
     )
     return replace(entry, reason=entry.reason or unexplained)
-
-
-def _verified(
-    covered: Sequence[Coverage], truth: _Truth, calls: Sequence[Call]
-) -> dict[int, AnyBlock]:
-    """Return a block of each parameter whose gradient, input by input, is what blocks say."""
-    blocks: dict[int, AnyBlock] = {}
-    for index, entry in enumerate(covered):
-        if entry.reason is None:  # a layer that is not called has no curvature
-            blocks[index] = entry.owners[0].blocks[0]
-    layouts: dict[int, set[tuple[Any, ...]]] = {}
-    for call in calls:
-        for index, block in call.blocks:
-            blocks[index] = block
-            layouts.setdefault(index, set()).add(_layout(block))
-    different = [index for index, found in layouts.items() if len(found) > 1]
-    explained = _explain(truth, calls)
-    largest = max(gradient.abs().max() for gradient in truth.gradients)
-    tolerance = 10 * torch.finfo(truth.outputs.dtype).eps ** 0.5
-    found = {}
-    for index in sorted(blocks):
-        expected = truth.gradients[index]
-        actual = explained.get(index, torch.zeros_like(expected))
-        if actual is None or index in different:
-            continue
-        allowed = tolerance * (expected.abs().max() + 1e-3 * largest)
-        if (actual - expected).abs().max() <= allowed:
-            found[index] = blocks[index]
-    return found
-
-
-def _layout(block: AnyBlock) -> tuple[Any, ...]:
-    """Return that in which all blocks of one parameter must agree."""
-    if isinstance(block, ElementwiseBlock):
-        return (ElementwiseBlock,)
-    return (MatrixBlock, block.transposed, block.slots, block.slotted_columns, block.rows)
-
-
-def _explain(truth: _Truth, calls: Sequence[Call]) -> dict[int, Tensor | None]:
-    """Return the gradients ``[batch, numel]`` that blocks make of calls, None for a mismatch."""
-    explained: dict[int, Tensor | None] = {}
-    if not calls:
-        return explained
-    outputs = truth.outputs
-    tensors = [call.output for call in calls]
-    gradients = backpropagate(outputs, tensors, truth.direction.expand_as(outputs))
-    for call, gradient in zip(calls, gradients, strict=True):
-        for index, block in call.blocks:
-            shape = truth.gradients[index].shape
-            before = explained.get(index, outputs.new_zeros(shape))
-            explained[index] = None
-            if before is not None:
-                term = _term(block, call.x, gradient, len(outputs))
-                if term is not None and term.shape == shape:
-                    explained[index] = before + term
-    return explained
-
-
-def _term(block: AnyBlock, x: Tensor, gradient: Tensor, batch: int) -> Tensor | None:
-    """Return the gradient ``[batch, numel]`` that a block makes of a call, None if it cannot.
-
-    A rule that a module inherits may not fit what it sees: inputs and gradients may differ in their
-    positions, or nothing works at all.
-    """
-    try:
-        g = block.g(gradient)
-        a = g if block.a is None else block.a(x)
-        fits = len(a) % batch == len(g) % batch == 0
-        if isinstance(block, ElementwiseBlock):
-            fits &= a.numel() == g.numel()
-        else:
-            fits &= a.shape[:-1].numel() == g.shape[:-1].numel()
-            fits &= a.ndim == g.ndim and a.shape[2:-1] == g.shape[2:-1]
-        return block.gradient_map(x, batch)(gradient) if fits else None
-    except (IndexError, RuntimeError, TypeError, ValueError):
-        return None
 
 
 def _find_twins(layers: Layers, covered: Sequence[Coverage]) -> dict[int, int]:
