@@ -51,9 +51,9 @@ def test_cells_that_were_not_run_say_so():
     assert "3 of 8 runs; seeds 0, 1; 1.5 hours of one core; version 1." in found
 
 
-def test_a_part_without_runs_is_one_line():
+def test_a_part_without_runs_is_one_sentence():
     found = table_of([])
-    assert f"digits: {NOT_RUN} (a, b; on x, y)." in found
+    assert f"digits: {NOT_RUN} (rows: a; b; columns: x; y)." in found
     assert "0 of 8 runs." in found
     assert "|" not in found
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.draws import common_draws
-from laplace_invariance.marglik import MAP, KernelBound, Refit, Running
+from laplace_invariance.marglik import MAP, KernelBound, Refit, Running, loop
 from laplace_invariance.marglik.estimators import running
 from laplace_invariance.marglik.loop import Trainer
 
@@ -212,13 +212,13 @@ def test_weights_settle_at_the_end():
 
 def test_the_step_size_of_ranges_ends_before_weights_settle(monkeypatch):
     rates = []
-    original = Trainer._record
+    original = loop.record_of
 
-    def spy(self, *args):
-        rates.append(self.hyperparameters._optimizer.param_groups[0]["lr"])
-        return original(self, *args)
+    def spy(trainer, *args):
+        rates.append(trainer.hyperparameters._optimizer.param_groups[0]["lr"])
+        return original(trainer, *args)
 
-    monkeypatch.setattr(Trainer, "_record", spy)
+    monkeypatch.setattr(loop, "record_of", spy)
     estimator = Running(settle=0.5)
     li.marglik_training(
         invariant_network(), shuffled(labelled_points()), estimator=estimator, lr_aug=0.2, **FEW

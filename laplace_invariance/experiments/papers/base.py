@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -155,10 +156,11 @@ class Table:
 
 
 def _left_out(part: str, cells: Sequence[Cell]) -> str:
-    """Return in a line what was not run of a part of which nothing was."""
-    rows = ", ".join(dict.fromkeys(cell.row for cell in cells))
-    columns = ", ".join(dict.fromkeys(cell.column for cell in cells))
-    return f"{part + ': ' if part else ''}{NOT_RUN} ({rows}; on {columns})."
+    """Return what was not run of a part of which nothing was."""
+    rows = "; ".join(dict.fromkeys(cell.row for cell in cells))
+    columns = "; ".join(dict.fromkeys(cell.column for cell in cells))
+    heading = f"{part}: " if part else ""
+    return textwrap.fill(f"{heading}{NOT_RUN} (rows: {rows}; columns: {columns}).", 100)
 
 
 def _cell(planned: Sequence[Cell], measure: Measure, found: Mapping[str, Found]) -> str:
