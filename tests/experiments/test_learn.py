@@ -141,7 +141,7 @@ def test_estimator_and_subset_of_weights_reach_training(asked, tmp_path, verb):
 
 def test_only_ranges_that_evidence_learns_are_searched(asked, tmp_path):
     for method in LEARN_METHODS:
-        words = f"learn --method {method} --search on"
+        words = f"compare --transform original --method {method} --search on"
         options = asked(words, tmp_path / method)
         assert options["search"] is (method == "evidence")
         # which sees minibatches of training, must not see augmented ones

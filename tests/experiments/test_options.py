@@ -139,6 +139,11 @@ def test_hyphens_may_stand_for_underscores():
             {"search": "on", "init": {"rotation": 1.0}},
             "a search finds where rotation should start, and init says it; leave out one",
         ),
+        (
+            LearnConfig,
+            {"search": "on", "method": "fixed"},
+            "method 'fixed' learns no range by evidence, so that there is nothing to search for",
+        ),
         (LearnConfig, {"size": 0}, "size must be positive and finite, got 0"),
         (LearnConfig, {"test_share": 1.0}, "test_share must be between 0 and 1, got 1.0"),
         (ProfileConfig, {"learn": ["shear"]}, "rotation is not learnt, .* choose from shear"),

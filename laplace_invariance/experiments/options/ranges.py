@@ -132,6 +132,14 @@ class LearnConfig(RangesConfig):
     )
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.search == "on" and self.method != "evidence":
+            raise ValueError(
+                f"method {self.method!r} learns no range by evidence, so that there is nothing to "
+                "search for; leave out search"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(RangesConfig):
@@ -165,8 +173,13 @@ class CompareConfig(RangesConfig):
     def runs(self) -> list[LearnConfig]:
         """Configuration of every run, with the seeds innermost."""
         shared = {entry.name: getattr(self, entry.name) for entry in fields(RangesConfig)}
-        cells = itertools.product(self.transforms, self.methods, self.seeds)
-        return [LearnConfig(**shared, transform=t, method=m, seed=s) for t, m, s in cells]
+        found = []
+        for transform, method, seed in itertools.product(self.transforms, self.methods, self.seeds):
+            options = {**shared, "transform": transform, "method": method, "seed": seed}
+            if self.search == "on" and method != "evidence":  # others have nothing to search for
+                options["search"] = None
+            found.append(LearnConfig(**options))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
