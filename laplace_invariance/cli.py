@@ -331,12 +331,12 @@ def _add_fields(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
             dest=entry.name,
             default=default,
             help=text,
-            **_settings(option, hint),
+            **_settings(option, hint, entry.metadata.get("degrees", False)),
         )
 
 
-def _settings(option: str, hint: Any) -> dict[str, Any]:
-    """Return how an option is read, by the type of its field."""
+def _settings(option: str, hint: Any, in_degrees: bool) -> dict[str, Any]:
+    """Return how an option is read, by the type of its field, and whether degrees may be given."""
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) is Mapping:
@@ -349,6 +349,8 @@ def _settings(option: str, hint: Any) -> dict[str, Any]:
     for number, metavar in ((int, "N"), (float, "X")):
         if number in (hint, *get_args(hint)):
             settings = {"type": number, "metavar": metavar}
+    if in_degrees:
+        settings["type"] = _width
     if get_origin(hint) is tuple:
         settings["nargs"] = "*"
     return settings
@@ -356,18 +358,29 @@ def _settings(option: str, hint: Any) -> dict[str, Any]:
 
 def _named_range(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
-    in_degrees = value.endswith("deg")
     try:
-        number = float(value.removesuffix("deg"))
+        number = _number(value)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not of the form rotation=3.14 or rotation=180deg"
         ) from None
-    if in_degrees:
-        number = math.radians(number)
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"the range of {name} must be finite, got {value}")
     return name, number
+
+
+def _width(text: str) -> float:
+    try:
+        return _number(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor like 60deg") from None
+
+
+def _number(text: str) -> float:
+    """Return a number, in radians if it is written in degrees, like 60deg."""
+    if text.endswith("deg"):
+        return math.radians(float(text.removesuffix("deg")))
+    return float(text)
 
 
 # Help texts, from the docstrings.

@@ -281,7 +281,8 @@ def _checked_images(array: np.ndarray, what: str) -> np.ndarray:
         if array.min() < 0 or array.max() > 1:
             raise ValueError(
                 f"{what} goes from {array.min():.4g} to {array.max():.4g}, but floating-point "
-                "images must be in [0, 1]; rescale it, or store uint8"
+                "images must be in [0, 1]; rescale it, clip it (interpolation may overshoot), or "
+                "store uint8"
             )
     elif array.dtype != np.uint8:
         raise ValueError(f"{what} must be uint8, or floating point in [0, 1], got {array.dtype}")

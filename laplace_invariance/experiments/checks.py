@@ -32,8 +32,9 @@ class Config:
 
     It checks every field against the choices of its type, where hyphens may stand for
     underscores, and makes tuples of lists, as JSON has them. Metadata of a field may give its
-    ``option`` on the command line, the ``meanings`` of its choices, ``positional=True``, or
-    ``identity=False``: a field in which two runs of one experiment may differ.
+    ``option`` on the command line, the ``meanings`` of its choices, ``positional=True``,
+    ``degrees=True``: a number that may be written in degrees, or ``identity=False``: a field in
+    which two runs of one experiment may differ.
 
     Attributes:
         format: Number of the recipe and the files of an experiment, raised whenever results of

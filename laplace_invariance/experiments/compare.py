@@ -139,7 +139,8 @@ def _ranges_cell(results: Sequence[LearnResult]) -> str:
         words = range_words(name, statistics.fmean(widths), shape)
         if len(widths) > 1:
             extremes = [range_words(name, width, shape) for width in (min(widths), max(widths))]
-            words += f" (from {extremes[0]} to {extremes[1]})"
+            if extremes[0] != extremes[1]:
+                words += f" (from {extremes[0]} to {extremes[1]})"
         if name in first.truth:
             words += f", true {range_words(name, first.truth[name], shape)}"
         parts.append(f"{spaced(name)} {words}")

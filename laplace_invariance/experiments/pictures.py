@@ -281,7 +281,7 @@ def draw_profile(directory: RunDirectory, result: ProfileResult) -> None:
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
-        plots.evidence_by_range(result.profile, truth, ax, size_of(result.learnt))
+        plots.evidence_by_range(result.profile, ax, truth, size_of(result.learnt))
         _head(figure, "evidence along a range", run_words(result.learnt))
 
     directory.figure("profile.png", (7.5, 4.5), draw)

@@ -45,15 +45,24 @@ def check_targets(batches: Iterable[Tensor]) -> None:
     )
 
 
-def check_labels(y: Tensor) -> None:
+def check_labels(y: Tensor, n_outputs: int | None = None) -> None:
     """Raise ValueError if a label is negative, such as -100, which the cross-entropy passes over.
 
     The mean of the loss is then over other examples than those that the evidence counts.
 
     Args:
         y: Targets of a classification; classes are whole numbers.
+        n_outputs: Number of classes that the network tells apart, if labels beyond it are to be
+            refused, too.
     """
-    if y.is_floating_point() or not (y < 0).any():
+    if y.is_floating_point():
+        return
+    if n_outputs is not None and y.max() >= n_outputs:
+        raise ValueError(
+            f"the label {y.max().item()} is beyond the {n_outputs} outputs of the network: classes "
+            f"count from 0 to {n_outputs - 1}"
+        )
+    if not (y < 0).any():
         return
     raise ValueError(
         f"the label {y.min().item()} is no class: classes count from 0, and the evidence is that "

@@ -49,6 +49,7 @@ from laplace_invariance.marglik.targets import (
     known_targets,
     targets_of,
 )
+from laplace_invariance.modes import evaluation
 from laplace_invariance.precision import without_autocast
 
 __all__ = ["Result", "marglik_training"]
@@ -311,7 +312,7 @@ def marglik_training(
             space_of(model, settings)
             with torch.random.fork_rng(devices=[]):
                 check_targets(targets_of(settings.data))
-        _check_data(settings)
+        _check_data(model, settings)
         trainer.estimator.rehearse()
         loaders.append(settings.data.evidence_loader)
         random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
@@ -322,14 +323,14 @@ def marglik_training(
         return _finite_result(trainer)
 
 
-def _check_data(settings: Settings) -> None:
+def _check_data(model: nn.Module, settings: Settings) -> None:
     """Raise unless labels are classes, and all ranks, which take rows of them, have the same data.
 
     Labels that are not at hand are checked with every batch.
     """
     targets = known_targets(settings.data.train_loader.dataset)
     if targets is not None and not settings.evidence.is_regression:
-        check_labels(targets)
+        check_labels(targets, _n_outputs(model, settings))
     if settings.ranks.size == 1:
         return
     with torch.random.fork_rng(devices=[]):
@@ -340,6 +341,16 @@ def _check_data(settings: Settings) -> None:
         "ranks have different data; give all of them the same data set, of which each takes rows "
         "of its own, with an ordinary loader or a DistributedSampler",
     )
+
+
+def _n_outputs(model: nn.Module, settings: Settings) -> int:
+    """Return the number of outputs of a model, which is left as it is."""
+    x = settings.data.example()
+    if isinstance(x, torch.Tensor):
+        x = x[:1].to(next(model.parameters()).device)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), evaluation(model):
+        found: int = model(x).shape[-1]
+    return found
 
 
 def _chosen_search(search: bool | Search | None) -> Search | None:
@@ -409,10 +420,10 @@ def _result(trainer: Trainer) -> Result:
     decrement = final.decrement / trainer.settings.data.n_data
     if decrement > FAR_FROM_A_MODE:
         warnings.warn(
-            f"the weights are not at a mode: a Newton step would raise the log posterior by "
-            f"{decrement:.2f} nats per example, and the evidence is that of a mode; train for "
-            "longer, or let the step size fall to zero",
-            stacklevel=3,
+            "the weights are not at a mode, of which the evidence is: judged by slope and "
+            f"curvature, the log posterior could rise by {decrement:.2f} nats per example; train "
+            "for longer, or let the step size fall to zero",
+            stacklevel=4,
         )
     noise = trainer.priors.noise
     named = trainer.hyperparameters.named

@@ -121,7 +121,7 @@ def bound_by_range(
 
 
 def evidence_by_range(
-    profile: Profile, truth: float | None, ax: Axes, size: tuple[int, int] | None = None
+    profile: Profile, ax: Axes, truth: float | None = None, size: tuple[int, int] | None = None
 ) -> Axes:
     """Plot the log evidence along a range, with the learnt value and the flat interval.
 
@@ -130,8 +130,8 @@ def evidence_by_range(
 
     Args:
         profile: Profile of ``li.profile``.
-        truth: True width, dotted; None if it is not known.
         ax: Axes to draw on.
+        truth: True width, dotted; None if it is not known.
         size: Height and width of the images, for translations in pixels.
     """
     evidences = profile.evidences

@@ -128,7 +128,7 @@ def _limit(unit: Unit, values: Sequence[float], ax: Axes) -> None:
     ax.set_ylim(unit.closed - room / 3, top + room)
     for step in unit.ticks:
         if top <= 4.5 * step:
-            ax.set_yticks([step * i for i in range(int(top / step + 1e-6) + 1)])
+            ax.set_yticks([step * i for i in range(int((top + room) / step) + 1)])
             return
 
 

@@ -32,7 +32,7 @@ class Unit:
     most: float = math.inf
 
 
-DEGREES = Unit("± degrees", 0.0, 30.0, (15.0, 45.0, 90.0), 180.0)
+DEGREES = Unit("± degrees", 0.0, 30.0, (15.0, 30.0, 45.0), 180.0)
 FACTOR = Unit("factor, up to", 1.0, 1.2)
 PIXELS = Unit("± pixels", 0.0, 1.0)
 HALF_WIDTHS = Unit("± half-widths of the image", 0.0, 0.2)

@@ -212,6 +212,13 @@ def test_labels_that_are_passed_over_are_refused(wrap):
     li.marglik_training(plain_network(), DataLoader(kept, 7), **FEW)
 
 
+def test_labels_beyond_the_outputs_are_refused():
+    x, y = labelled_points(N).tensors
+    message = r"label 3 is beyond the 3 outputs .* count from 0 to 2"
+    with pytest.raises(ValueError, match=message):
+        li.marglik_training(plain_network(), DataLoader(TensorDataset(x, y + 1), 7), **FEW)
+
+
 def test_every_argument_becomes_the_setting_of_its_name(monkeypatch, tmp_path):
     class Captured(Exception):
         pass

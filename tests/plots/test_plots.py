@@ -354,7 +354,7 @@ def test_codes_have_a_line_for_every_entry(ax):
 def test_evidence_by_range_marks_what_was_learnt_and_what_is_true(ax):
     repeats = ((-1.0, -0.5, -0.51), (-1.2, -0.6, -0.59))
     found = Profile("rotation", (0.0, 1.0, 2.0), repeats, 1.0)
-    assert plots.evidence_by_range(found, 1.5, ax) is ax
+    assert plots.evidence_by_range(found, ax, 1.5) is ax
     assert labels(ax) == ["nearly the best", "learnt: ±1.000", "true: ±1.500"]
     assert list(lines(ax)["learnt: ±1.000"].get_xdata()) == pytest.approx([57.29578] * 2)
     curve = next(line for line in ax.get_lines() if len(line.get_xdata()) == 3)
@@ -364,7 +364,7 @@ def test_evidence_by_range_marks_what_was_learnt_and_what_is_true(ax):
 
 
 def test_evidence_by_range_needs_neither_errors_nor_a_truth(ax):
-    plots.evidence_by_range(Profile("shear", (0.0, 1.0), ((-1.0, -0.5),), 1.0), None, ax)
+    plots.evidence_by_range(Profile("shear", (0.0, 1.0), ((-1.0, -0.5),), 1.0), ax)
     assert labels(ax) == ["nearly the best", "learnt: ±1.000"]
     assert not ax.collections
 

@@ -15,6 +15,9 @@ from laplace_invariance.experiments.options.images import ImagesConfig
 __all__ = ["CompareConfig", "LearnConfig", "ProfileConfig", "RangesConfig", "SuggestConfig"]
 
 
+WITHOUT_RANGES = ("none", "trivial-augment")  # methods
+
+
 @dataclass(frozen=True, kw_only=True)
 class RangesConfig(ImagesConfig):
     """What ``learn`` and ``compare`` have in common: the network, its training, the methods.
@@ -139,6 +142,13 @@ class LearnConfig(RangesConfig):
                 f"method {self.method!r} learns no range by evidence, so that there is nothing to "
                 "search for; leave out search"
             )
+        if self.init and self.method == "fixed":
+            raise ValueError(
+                "method 'fixed' has the ranges of fixed, such as --fixed rotation=60deg; init is "
+                "where learnt ranges start"
+            )
+        if self.init and self.method in WITHOUT_RANGES:
+            raise ValueError(f"method {self.method!r} has no range that init could start")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +188,8 @@ class CompareConfig(RangesConfig):
             options = {**shared, "transform": transform, "method": method, "seed": seed}
             if self.search == "on" and method != "evidence":  # others have nothing to search for
                 options["search"] = None
+            if method in ("fixed", *WITHOUT_RANGES):
+                options["init"] = {}
             found.append(LearnConfig(**options))
         return found
 
@@ -188,9 +200,9 @@ class ProfileConfig(LearnConfig):
 
     Attributes:
         name: Range that the evidence is computed along.
-        values: Widths of the range, in radians for rotations, half-widths of the image for
-            translations and logarithms of factors for scales; by default some around the learnt
-            one.
+        values: Widths of the range, in radians (or written 60deg) for rotations, half-widths of the
+            image for translations and logarithms of factors for scales; by default some around the
+            learnt one.
         n_steps: Number of steps on the weights at each value.
         n_repeats: Number of repetitions with other batches and draws, for standard errors.
         hold_others: Whether other ranges stay as they were learnt, instead of following by
@@ -198,7 +210,7 @@ class ProfileConfig(LearnConfig):
     """
 
     name: choices.RangeName = field(default="rotation", metadata={"option": "range"})
-    values: tuple[float, ...] = field(default=(), metadata={"identity": False})
+    values: tuple[float, ...] = field(default=(), metadata={"identity": False, "degrees": True})
     n_steps: int = 100
     n_repeats: int = field(default=2, metadata={"identity": False})
     hold_others: bool = False

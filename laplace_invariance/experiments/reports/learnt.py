@@ -109,9 +109,9 @@ def _warnings(result: LearnResult) -> list[Html]:
     if result.newton_decrement > FAR_FROM_A_MODE:
         found.append(
             html.note(
-                "The weights are not at a mode: a Newton step would raise the log posterior by "
-                f"{result.newton_decrement:.2f} nats per training image, and the evidence is that "
-                "of a mode. Train for longer before relying on it."
+                "The weights are not at a mode, of which the evidence is: judged by slope and "
+                f"curvature, the log posterior could rise by {result.newton_decrement:.2f} nats "
+                "per training image. Train for longer before relying on it."
             )
         )
     if result.search is not None and not SearchResult.from_state_dict(result.search).is_clear:
