@@ -22,6 +22,7 @@ from laplace_invariance.layers.residual import ResidualPathway
 __all__ = [
     "START_LEVELS",
     "StartLevel",
+    "check_rescalable",
     "closed_paths",
     "free_paths",
     "rescale_paths",
@@ -59,16 +60,34 @@ START_LEVELS: dict[str, StartLevel] = {
 def free_paths(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
     """Return all paths but the first of every pathway that has several, by place and name.
 
+    A pathway inside of a free path is a part of that path.
+
     Args:
         model: Any module with pathways, their strictest path first.
     """
-    found = {}
+    found: dict[str, dict[str, nn.Module]] = {}
+    inside: tuple[str, ...] = ()  # beginnings of the names of what is in a free path
     for place, pathway in model.named_modules():
-        if isinstance(pathway, ResidualPathway):
-            _, *others = pathway.paths.items()
-            if others:
-                found[place] = dict(others)
+        if not isinstance(pathway, ResidualPathway) or f"{place}.".startswith(inside):
+            continue
+        _, *others = pathway.paths.items()
+        if others:
+            found[place] = dict(others)
+            inside += tuple(f"{_joined(place, name)}." for name, _ in others)
     return found
+
+
+def check_rescalable(model: nn.Module) -> None:
+    """Raise ValueError if weights of a free path are zero, which no factor takes elsewhere.
+
+    Args:
+        model: Any module with pathways.
+    """
+    for place, paths in free_paths(model).items():
+        for name, path in paths.items():
+            for part in _parts(path):
+                if _is_rescaled(path, part):
+                    _check_not_zero(path, part, _joined(place, name))
 
 
 def closed_paths(
@@ -194,14 +213,23 @@ def _rescale(path: nn.Module, scale: float, where: str) -> None:
         tensor = path.get_parameter(part.name)
         if scale == 0:
             tensor.zero_()
-        elif tensor.ndim > 1 and part.precision is None:
+        elif _is_rescaled(path, part):
+            _check_not_zero(path, part, where)
             present = tensor.square().mean().sqrt().item() * math.sqrt(_fan_in(part.owner, tensor))
-            if present == 0:
-                raise ValueError(
-                    f"{where}.{part.name} is zero, and cannot be rescaled; build the path with a "
-                    "positive scale"
-                )
             tensor.mul_(scale / present)
+
+
+def _is_rescaled(path: nn.Module, part: _Part) -> bool:
+    """Return whether the scale of a tensor opens or closes a path: not that of a bias."""
+    return path.get_parameter(part.name).ndim > 1 and part.precision is None
+
+
+def _check_not_zero(path: nn.Module, part: _Part, where: str) -> None:
+    if not path.get_parameter(part.name).any():
+        raise ValueError(
+            f"{where}.{part.name} is zero, and cannot be rescaled; build the path with a positive "
+            "scale"
+        )
 
 
 def _fan_in(owner: nn.Module, weight: torch.Tensor) -> int:

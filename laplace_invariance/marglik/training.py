@@ -19,6 +19,7 @@ from laplace_invariance.curvature import AugmentedGGN
 from laplace_invariance.curvature.names import AnyBackend, find_backend
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.checkpoints import Journal
+from laplace_invariance.marglik.checks import check_data, check_search
 from laplace_invariance.marglik.estimators import Estimator, chosen_estimator
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.objectives import Objective, evidence_unless_given
@@ -28,7 +29,6 @@ from laplace_invariance.marglik.search import (
     Search,
     SearchResult,
     epochs_to_compare,
-    space_of,
     train_and_compare,
 )
 from laplace_invariance.marglik.settings import (
@@ -43,13 +43,6 @@ from laplace_invariance.marglik.settings import (
     Schedule,
     Settings,
 )
-from laplace_invariance.marglik.targets import (
-    check_labels,
-    check_targets,
-    known_targets,
-    targets_of,
-)
-from laplace_invariance.modes import evaluation
 from laplace_invariance.precision import without_autocast
 
 __all__ = ["Result", "marglik_training"]
@@ -249,7 +242,8 @@ def marglik_training(
         valid_loader: Data on which loss and accuracy are reported whenever the evidence is
             estimated. It is only reported: nothing is chosen by it.
         callbacks: Functions called after every epoch as ``callback(record, model)``, with the
-            record that is added to the history.
+            record that is added to the history. After a search they are called with learnt ranges
+            until it is decided whether these stay; if not, the history gets other records.
         checkpoint: File that is rewritten, atomically, after every epoch. It must not exist unless
             ``resume``.
         resume: Whether to resume from ``checkpoint`` if it exists. The result is that of a run
@@ -308,11 +302,9 @@ def marglik_training(
     with without_autocast():
         trainer = Trainer(model, settings)
         chosen_search = settings.hyperparameters.search
-        if chosen_search is not None:  # fail before anything is written
-            space_of(model, settings)
-            with torch.random.fork_rng(devices=[]):
-                check_targets(targets_of(settings.data))
-        _check_data(model, settings)
+        if chosen_search is not None:
+            check_search(model, settings)
+        check_data(model, settings)
         trainer.estimator.rehearse()
         loaders.append(settings.data.evidence_loader)
         random_states = RandomStates(model, loaders, [getattr(chosen, "generator", None)])
@@ -321,36 +313,6 @@ def marglik_training(
                 _search(chosen_search, trainer, random_states, journal)
             trainer.train(journal, random_states)
         return _finite_result(trainer)
-
-
-def _check_data(model: nn.Module, settings: Settings) -> None:
-    """Raise unless labels are classes, and all ranks, which take rows of them, have the same data.
-
-    Labels that are not at hand are checked with every batch.
-    """
-    targets = known_targets(settings.data.train_loader.dataset)
-    if targets is not None and not settings.evidence.is_regression:
-        check_labels(targets, _n_outputs(model, settings))
-    if settings.ranks.size == 1:
-        return
-    with torch.random.fork_rng(devices=[]):
-        data = next(iter(settings.data.ordered_loader))
-    y = data[settings.data.dict_key_y] if isinstance(data, Mapping) else data[-1]
-    settings.ranks.check_equal(
-        (settings.data.n_data, y.tolist()),
-        "ranks have different data; give all of them the same data set, of which each takes rows "
-        "of its own, with an ordinary loader or a DistributedSampler",
-    )
-
-
-def _n_outputs(model: nn.Module, settings: Settings) -> int:
-    """Return the number of outputs of a model, which is left as it is."""
-    x = settings.data.example()
-    if isinstance(x, torch.Tensor):
-        x = x[:1].to(next(model.parameters()).device)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), evaluation(model):
-        found: int = model(x).shape[-1]
-    return found
 
 
 def _chosen_search(search: bool | Search | None) -> Search | None:

@@ -92,6 +92,18 @@ def test_all_paths_but_the_first_are_free():
     }
 
 
+def test_a_pathway_in_a_free_path_is_a_part_of_it():
+    inner = ResidualPathway(conv=nn.Conv2d(1, 2, 1), wide=nn.Conv2d(1, 2, 3, padding=1))
+    strict = ResidualPathway(one=nn.Conv2d(1, 2, 1), two=nn.Conv2d(1, 2, 1))
+    model = nn.Sequential(ResidualPathway(conv=strict, free=inner))
+    assert {place: list(paths) for place, paths in free_paths(model).items()} == {
+        "0": ["free"],
+        "0.conv": ["two"],
+    }
+    rescale_paths(model, {"0": "off", "0.conv": "closed"})
+    assert not any(parameter.any() for parameter in inner.parameters())
+
+
 @pytest.mark.parametrize("level", START_LEVELS)
 def test_weights_are_rescaled_whatever_they_were_built_with(level):
     torch.manual_seed(0)

@@ -136,7 +136,18 @@ def test_short_runs_are_not_compared(start):
     assert run(start, n_epochs=3).search.comparison is None
 
 
+def test_a_run_that_is_made_longer_is_not_compared(start, tmp_path):
+    files = {"checkpoint": tmp_path / "run.pt", "resume": True}
+    run(start, n_epochs=3, **files)
+    model, data, _ = start
+    longer = li.marglik_training(
+        copy.deepcopy(model), shuffled(data), **LONG | {"search": SMALL} | files
+    )
+    assert len(longer.history) == 10
+    assert longer.search.comparison is None
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_shares_are_checked(share):
-    with pytest.raises(ValueError, match="held must be at least 0 and below 1"):
+    with pytest.raises(ValueError, match=r"held must be (finite and )?at least 0"):
         Search(held=share)

@@ -131,6 +131,31 @@ def test_none_is_judged_below_chance():
 # What it finds, and leaves behind.
 
 
+def test_guessing_is_tempered_as_the_evidence_is():
+    data = labelled_points()
+    loader = shuffled(data)
+    model = invariant_network()
+    plain, tempered = (
+        pilots_of(model, loader, temperature=temperature).chance() for temperature in (1.0, 4.0)
+    )
+    assert tempered == pytest.approx(plain / 4)
+
+
+def test_an_interrupted_pilot_leaves_the_model_as_it_was(monkeypatch):
+    model = invariant_network()
+    pilots = pilots_of(model, shuffled(labelled_points()))
+    before = state_of(model)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pilots, "_assess", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pilots.evidence((Space(model).candidate({"rotation": 1.0}),))
+    for tensor, kept in zip(state_of(model), before, strict=True):
+        assert torch.equal(tensor, kept)
+
+
 def test_a_search_finds_the_range_that_a_start_cannot_leave():
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -232,6 +257,12 @@ def test_what_cannot_be_searched_is_refused(tmp_path, change, error, message):
 def test_options_are_checked(name):
     with pytest.raises(ValueError, match=name):
         Search(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["keep", "n_rounds", "oversampling", "margin", "held"])
+def test_options_are_numbers(name):
+    with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
+        Search(**{name: None})
 
 
 def test_widths_outside_their_limits_are_refused():

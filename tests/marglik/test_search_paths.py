@@ -236,6 +236,8 @@ BAD = {
         {"model": nn.Sequential(ResidualPathway(nn.Flatten()), nn.Linear(16, 2))},
         "nor a ResidualPathway with several paths",
     ),
+    "frozen": ({"model": network().requires_grad_(False).append(nn.Linear(2, 2))}, "no range to"),
+    "zero": ({"model": network(scale=0.0)}, "f_fc.theta_1.weight is zero, and cannot be rescaled"),
     "one prior": ({"prior_structure": "scalar"}, "needs prior precisions of their own"),
     "last layer": ({"subset_of_weights": "last_layer"}, "the evidence of all weights"),
     "shared": ({"prior_structure": [r".*weight"]}, "shares its prior precision"),

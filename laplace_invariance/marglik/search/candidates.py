@@ -78,7 +78,7 @@ class Space:
         if not self._owners:
             raise ValueError(
                 "there is no range to search: the model has no augmentation whose hyperparameters "
-                "require grad, nor a ResidualPathway with several paths"
+                "require grad, nor a ResidualPathway with several paths that are trained"
             )
         self._units: dict[tuple[str, ...], tuple[float, ...]] = {}
         self._owner_of: dict[str, tuple[Augmentation, str]] = {}

@@ -59,6 +59,8 @@ class Comparison:
 def epochs_to_compare(trainer: Trainer, share: float) -> list[int]:
     """Return the epochs after which held and learnt ranges are compared; none without need or time.
 
+    They are compared from the start on, so not in a run that went on from a shorter one.
+
     Args:
         trainer: Run, after its search.
         share: Share of all epochs after which it is decided at the latest.
@@ -66,6 +68,8 @@ def epochs_to_compare(trainer: Trainer, share: float) -> list[int]:
     settings = trainer.settings
     schedule = settings.schedule
     if not share or not trainer.hyperparameters.tensors:
+        return []
+    if trainer.epoch and trainer.search["comparison"] is None:
         return []
     n_learning = settings.evidence.estimator.n_epochs_learning(schedule.n_epochs)
     least = schedule.n_epochs_burnin + 2 * schedule.marglik_frequency  # for some steps of ranges

@@ -22,7 +22,7 @@ from laplace_invariance.layers.starts import (
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.settings import Settings
 
-__all__ = ["PathCandidate", "PathSpace"]
+__all__ = ["PathCandidate", "PathSpace", "searchable_places"]
 
 LEVELS = list(START_LEVELS)  # from closed for good to open
 OPENED = ("half open", "open")
@@ -67,6 +67,15 @@ def _from_to(places: Sequence[str]) -> str:
     return places[0] if len(places) == 1 else f"{places[0]} to {places[-1]}"
 
 
+def searchable_places(model: nn.Module) -> list[str]:
+    """Return the places of pathways with free paths that are trained."""
+    return [
+        place
+        for place, paths in free_paths(model).items()
+        if any(p.requires_grad for path in paths.values() for p in path.parameters())
+    ]
+
+
 class PathSpace:
     """The layers of a model that have free paths, and at which levels to start them.
 
@@ -90,7 +99,7 @@ class PathSpace:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = model
-        self._places = list(free_paths(model))
+        self._places = searchable_places(model)
         if not self._places:
             raise ValueError("there is no free path to search: no ResidualPathway has several")
         structure = settings.priors.prior_structure

@@ -102,10 +102,11 @@ class Pilots:
         priors go to their optimum. Earlier stages are trained again if their state is not known.
         The model and all random states are afterwards as they were before.
         """
-        with constant(self._hyperparameters):
-            found = self._run(pilot)
-        self._put(self._start)
-        return found
+        try:
+            with constant(self._hyperparameters):
+                return self._run(pilot)
+        finally:
+            self._put(self._start)
 
     def _run(self, pilot: Pilot) -> float:
         """Train the last stage of a pilot, and keep the state of everything then."""
@@ -157,10 +158,11 @@ class Pilots:
         """
         before = self._state()
         self._trainer.priors.load_state_dict(deepcopy(priors.state_dict()))
-        with constant(self._hyperparameters):
-            found = self._train(1)
-        self._put(before)
-        return found
+        try:
+            with constant(self._hyperparameters):
+                return self._train(1)
+        finally:
+            self._put(before)
 
     def state_of(self, pilot: Pilot) -> dict[str, Any]:
         """Return the state of everything at the end of a pilot that was trained here."""
@@ -178,7 +180,8 @@ class Pilots:
     def chance(self) -> float:
         """Return the evidence per example of guessing by the frequencies of classes.
 
-        Of a regression it is minus infinity, as there is nothing to guess by.
+        It is tempered as that of the network is. Of a regression it is minus infinity, as there is
+        nothing to guess by.
         """
         if self._trainer.settings.evidence.is_regression:
             return -math.inf
@@ -186,7 +189,8 @@ class Pilots:
             labels = [self._trainer.estimator.approximation.batch(data)[1] for data in self._loader]
         shares = torch.bincount(torch.cat(labels).flatten()).double()
         shares = shares[shares > 0] / shares.sum()
-        return (shares * shares.log()).sum().item()
+        temperature = self._trainer.settings.evidence.temperature
+        return (shares * shares.log()).sum().item() / temperature
 
     def _state(self) -> dict[str, Any]:
         state = {"run": self._trainer.state_dict(), "random": self._random_states.state_dict()}

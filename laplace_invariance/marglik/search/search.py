@@ -141,10 +141,13 @@ class Search:
     held: float = 0.5
 
     def __post_init__(self) -> None:
-        numbers = ("n_steps", "keep", "n_rounds", "oversampling", "n_examples")
-        check_numbers(self, *numbers, whole=True)
-        check_numbers(self, "margin", least=0)
-        if not 0 <= self.held < 1:
+        numbers = ("keep", "n_rounds", "oversampling", "n_examples")
+        for name in (*numbers, "margin", "held"):
+            if getattr(self, name) is None:
+                raise TypeError(f"{name} must be a number, got None")
+        check_numbers(self, "n_steps", *numbers, whole=True)
+        check_numbers(self, "margin", "held", least=0)
+        if self.held >= 1:
             raise ValueError(f"held must be at least 0 and below 1, got {self.held}")
 
     def run(

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from laplace_invariance.layers.starts import free_paths
 from laplace_invariance.marglik.hyperparameters import outermost_augmentations
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.search.candidates import Candidate, Space
-from laplace_invariance.marglik.search.paths import PathCandidate, PathSpace
+from laplace_invariance.marglik.search.paths import (
+    PathCandidate,
+    PathSpace,
+    searchable_places,
+)
 from laplace_invariance.marglik.settings import Settings
 
 __all__ = ["AnyCandidate", "AnySpace", "described", "space_of"]
@@ -60,7 +63,7 @@ def space_of(model: nn.Module, settings: Settings) -> AnySpace:
         ValueError: If the model has neither.
     """
     has_ranges = any(module.openings() for module in outermost_augmentations(model).values())
-    if free_paths(model) and not has_ranges:
+    if searchable_places(model) and not has_ranges:
         return PathSpace(model, settings)
     return Space(model)
 
