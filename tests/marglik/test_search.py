@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace_invariance as li
 from laplace_invariance import datasets
 from laplace_invariance.marglik import MAP, Augerino, Search
+from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Space
 from laplace_invariance.marglik.search.pilots import Pilots
@@ -175,6 +176,30 @@ def test_a_search_finds_the_range_that_a_start_cannot_leave():
     nothing = next(trial for trial in result.search.trials if not trial.ranges)
     assert nothing.loss > 0.03
     assert "nothing" in str(result.search)
+
+
+def test_what_is_close_behind_by_other_ranges_is_improved_as_well(monkeypatch):
+    """Known evidences: a shift is ahead of a rotation at first, but not of a wider one."""
+    model = li.InvariantModel(nn.Flatten(), li.AffineImage(learn=("x_translation", "rotation")), 2)
+    quarter = math.pi / 4
+
+    def evidence(self, pilot):
+        widths = dict(pilot[-1].widths)
+        values = {0.25: -1.0, quarter: -1.03, 1.5 * quarter: -0.9}
+        only = [values.get(width, -2.0) for width in widths.values()]
+        return only[0] if len(only) == 1 else -2.0
+
+    monkeypatch.setattr(Pilots, "evidence", evidence)
+    monkeypatch.setattr(Pilots, "state_of", lambda self, pilot: {})
+    monkeypatch.setattr(Pilots, "chance", lambda self: -3.0)
+    images = TensorDataset(torch.randn(6, 1, 3, 3), torch.arange(6) % 3)
+    model = nn.Sequential(model, nn.Linear(9, 3))
+    settings = training_settings(shuffled(images))
+    states = RandomStates(model, [])
+    priors = Priors(model, settings.priors, 1.0, has_noise=False)
+    found = Search().run(model, settings, states, [], lambda: None, priors)
+    assert found.best.ranges == {"rotation": pytest.approx(1.5 * quarter)}
+    assert model[0].augmentation.magnitudes()["rotation"] == pytest.approx(1.5 * quarter)
 
 
 def test_training_goes_on_as_if_it_had_started_there():

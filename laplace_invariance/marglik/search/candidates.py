@@ -52,6 +52,13 @@ class Candidate(NamedTuple):
             return False
         return all(math.isclose(mine[name], theirs[name], rel_tol=NEAR) for name in mine)
 
+    def is_rival(self, other: object) -> bool:
+        """Return whether both have open ranges, and none in common."""
+        if not isinstance(other, Candidate):
+            return False
+        mine, theirs = dict(self.widths), dict(other.widths)
+        return bool(mine and theirs) and mine.keys().isdisjoint(theirs)
+
 
 class Space:
     """The ranges that a model can learn, and which of them to try.

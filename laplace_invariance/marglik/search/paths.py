@@ -53,6 +53,10 @@ class PathCandidate(NamedTuple):
         """Return whether it is the same."""
         return self == other
 
+    def is_rival(self, other: object) -> bool:
+        """Return whether the two explain data by different layers: levels of all are tried."""
+        return False
+
     def __str__(self) -> str:
         runs = []
         for level, group in itertools.groupby(self.levels, key=lambda item: item[1]):

@@ -29,6 +29,7 @@ CLEARLY = 0.1  # share of the entropy of the classes that the best must have rem
 N_GROWN = 2  # candidates beside which one more unit is opened
 N_FINALISTS = 2
 N_NEAR = 3  # neighbours of a candidate, about, for the time that is left
+RIVALS = 0.05  # nats per example in which another explanation of the data is not dropped early
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,11 @@ class _Searching:
             self._stage("search: one more open", n_near)
             pool = self._grow(pool)
         self._stage("search: neighbours", n_near - N_NEAR)
-        pool = self._improve(pool)
+        pool = self._improve(pool, pool)
+        pool = self._improve(pool, self._rivals(pool))
         self._stage("search: last two", 0)
-        finalists = [_longer(pilot) for pilot in pool[:N_FINALISTS]]
-        best, *_ = self._compared(finalists)
+        last = dict.fromkeys([*pool[:N_FINALISTS], *self._rivals(pool)[:1]])
+        best, *_ = self._compared([_longer(pilot) for pilot in last])
         self._space.put(best[-1], priors)
         return self._result(best)
 
@@ -242,15 +244,36 @@ class _Searching:
             longer += [(*pilot, candidate) for candidate in grown]
         return self._compared(self._new(longer))
 
-    def _improve(self, pool: list[Pilot]) -> list[Pilot]:
-        """Try neighbours of the best until none is better; return all, best first."""
-        for _ in range(self._options.n_rounds):
-            best = pool[0]
-            near = [self._instead(best, c) for c in self._space.neighbours(best[-1])]
-            pool = self._compared([*pool, *self._new(near, pool)])
-            if pool[0] == best:
+    def _improve(self, pool: list[Pilot], best: Sequence[Pilot]) -> list[Pilot]:
+        """Try neighbours of the best until none is better; return all, best first.
+
+        Args:
+            pool: Pilots of equal length.
+            best: Those of them that are improved, best first.
+        """
+        for _ in range(self._options.n_rounds if best else 0):
+            near = [self._instead(best[0], c) for c in self._space.neighbours(best[0][-1])]
+            new = self._new(near, pool)
+            pool = self._compared([*pool, *new])
+            before = best[0]
+            best = [pilot for pilot in pool if pilot in best or pilot in new]
+            if best[0] == before:
                 break
         return pool
+
+    def _rivals(self, pool: Sequence[Pilot]) -> list[Pilot]:
+        """Return pilots that open other ranges than the best, and are not far behind, best first.
+
+        After a few steps a shift may be ahead of the rotation that explains more, and where one
+        is open, gradients do not open the other.
+        """
+        best, *others = pool
+        least = self._known[best] - RIVALS
+        return [
+            pilot
+            for pilot in others
+            if self._known[pilot] >= least and pilot[-1].is_rival(best[-1])
+        ]
 
     def _instead(self, pilot: Pilot, candidate: AnyCandidate) -> Pilot:
         """Return a pilot of another candidate, which goes on from the weights of one if it can."""
