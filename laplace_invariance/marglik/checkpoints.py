@@ -12,6 +12,7 @@ import copy
 import enum
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,8 @@ from laplace_invariance.marglik.settings import OutputSettings, Record
 __all__ = ["Journal", "Resumable", "read", "write"]
 
 FORMAT = 3
+MOST_SHARE = 0.02  # of the time of a run that goes into checkpoints after epochs,
+FREE = 1.0  # once they have taken so many seconds
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
@@ -165,6 +168,8 @@ class Journal:
         self._history = None if output.history is None else Path(output.history)
         self._may_resume = output.resume
         self._good_epoch: int | None = None
+        self._opened = time.monotonic()
+        self._seconds = 0.0  # that writing has taken
         self._stack = ExitStack()
 
     def __enter__(self) -> Journal:
@@ -307,10 +312,18 @@ class Journal:
         """Write a checkpoint."""
         if self._checkpoint is None:
             return
+        started = time.monotonic()
         with self._ranks.agreeing():
             if self._ranks.is_first:
                 write(self._checkpoint, self._state())
+        self._seconds += time.monotonic() - started
         self._good_epoch = self._run.epoch
+
+    def save_if_cheap(self) -> None:
+        """Write a checkpoint, unless too much of the time went into writing them."""
+        allowed = max(FREE, MOST_SHARE * (time.monotonic() - self._opened))
+        if self._ranks.first(self._seconds < allowed):
+            self.save()
 
     def _state(self) -> dict[str, Any]:
         return {"run": self._run.state_dict(), "random": self._random_states.state_dict()}

@@ -112,7 +112,7 @@ class Trainer:
         """Train all epochs that are left, or those until one.
 
         Args:
-            journal: Journal, already open, that gets every record and a checkpoint per epoch.
+            journal: Journal, already open, that gets every record and checkpoints.
             random_states: All sources of randomness, which are kept equal on all ranks.
             n_epochs: Number of epochs after which to stop; None is all.
             callbacks: Called after every epoch with its record and the model; None is those of the
@@ -137,7 +137,11 @@ class Trainer:
                 journal.append(record)
                 for callback in callbacks:
                     callback(record, self.model)
-                journal.save()  # after callbacks, so that it has what they did to random states
+                # after callbacks, so that it has what they did to random states
+                if self.epoch < n_epochs:
+                    journal.save_if_cheap()
+                else:
+                    journal.save()
                 bar.update()
                 if shown:
                     bar.set_postfix(progress(self))

@@ -244,8 +244,8 @@ def marglik_training(
         callbacks: Functions called after every epoch as ``callback(record, model)``, with the
             record that is added to the history. After a search they are called with learnt ranges
             until it is decided whether these stay; if not, the history gets other records.
-        checkpoint: File that is rewritten, atomically, after every epoch. It must not exist unless
-            ``resume``.
+        checkpoint: File that is rewritten, atomically, after every epoch, or after several where
+            writing would take more than 2 % of the time. It must not exist unless ``resume``.
         resume: Whether to resume from ``checkpoint`` if it exists. The result is that of a run
             which was never interrupted, bit for bit, if model, loaders and arguments are made as
             before; a larger ``n_epochs`` trains for longer.
@@ -348,7 +348,7 @@ def _found(
         trainer.settings,
         random_states,
         trainer.search["trials"],
-        journal.save,
+        journal.save_if_cheap,
         trainer.priors,
     )
     if not found.is_clear:

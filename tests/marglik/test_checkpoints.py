@@ -419,6 +419,19 @@ def test_a_journal_does_nothing_before_it_is_opened(tmp_path):
     assert [path.name for path in files["checkpoint"].parent.iterdir()] == ["run.pt"]
 
 
+def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
+    """Where it takes longer than allowed, runs resume from an earlier epoch, to the same end."""
+    monkeypatch.setattr(checkpoints, "FREE", 0.0)
+    monkeypatch.setattr(checkpoints, "MOST_SHARE", 1e-9)
+    whole = noisy_run(tmp_path, "whole")
+    assert checkpoints.read(tmp_path / "whole.pt")["run"]["epoch"] == len(whole.history)
+    with pytest.raises(Stop):
+        noisy_run(tmp_path, callbacks=[stopping_after(4)])
+    assert checkpoints.read(tmp_path / "run.pt")["run"]["epoch"] == 0
+    assert [record["epoch"] for record in read_history(tmp_path / "run.jsonl")] == [1, 2, 3, 4]
+    assert_bit_equal(whole, noisy_run(tmp_path, resume=True))
+
+
 def test_checkpoint_executes_no_code(tmp_path):
     noisy_run(tmp_path, n_epochs=2)
     state = torch.load(tmp_path / "run.pt", weights_only=True)
