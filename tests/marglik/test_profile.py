@@ -3,11 +3,12 @@
 import json
 import math
 import random
+from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
-from builders import invariant_network, labelled_points, plain_network, shuffled
+from builders import NoisyPoints, invariant_network, labelled_points, plain_network, shuffled
 from laplace.curvature import CurvlinopsGGN
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +19,7 @@ from laplace_invariance.marglik import profile as package_function
 from laplace_invariance.marglik.evidence import settings_of_evidence
 from laplace_invariance.marglik.profiles import profile_of
 from laplace_invariance.marglik.profiles.ranges import around
-from laplace_invariance.marglik.profiles.retuning import Amounts, Retuning
+from laplace_invariance.marglik.profiles.retuning import Amounts, RetunedCopy, Retuning
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.pilots import Pilots
 
@@ -124,15 +125,21 @@ def test_with_steps_it_is_the_evidence_of_a_pilot(model, loader):
         assert evidence == pytest.approx(pilots.evidence((candidate,)), abs=1e-5)
 
 
+def assert_alike(model, loader, name, n_steps, **options):
+    """Assert that values have the same evidence, bit for bit, whatever is tried before them."""
+    alone = li.profile(model, loader, name, [1.0], n_steps=n_steps, **options)
+    among = li.profile(model, loader, name, [0.0, 0.5, 1.0], n_steps=n_steps, **options)
+    for one, other in zip(alone.repeats, among.repeats, strict=True):
+        assert dict(zip(alone.values, one, strict=True)).items() <= (
+            dict(zip(among.values, other, strict=True)).items()
+        )
+    return alone
+
+
 def test_all_values_are_trained_alike(model):
-    """A value has the same evidence whichever others are tried before it."""
     loader = shuffled(labelled_points(), generator=torch.Generator().manual_seed(4))
     model.generator = torch.Generator().manual_seed(5)
-    alone = li.profile(model, loader, "rotation", [1.0], n_steps=5, n_repeats=1)
-    among = li.profile(model, loader, "rotation", [0.0, 0.5, 1.0], n_steps=5, n_repeats=1)
-    assert dict(zip(alone.values, alone.evidences, strict=True)).items() <= (
-        dict(zip(among.values, among.evidences, strict=True)).items()
-    )
+    alone = assert_alike(model, loader, "rotation", 5, n_repeats=1)
     untrained = li.profile(model, loader, "rotation", [1.0], n_steps=0, n_repeats=1)
     assert untrained.evidences != alone.evidences
 
@@ -198,10 +205,10 @@ def affine_network():
 def retuned(model, loader, hold_others=False, n_steps=60):
     """Return the copy of a model that a profile along x_scale trained at 0.7."""
     settings = settings_of_evidence(loader, "classification")
-    retuning = Retuning(model, settings, "x_scale", Amounts(n_steps, None, 1, hold_others))
-    with torch.random.fork_rng():
-        retuning.evidence(0.7, 0)
-    return retuning._model
+    copy = deepcopy(model)
+    retuned = RetunedCopy(copy, settings, "x_scale", Amounts(n_steps, None, 1, hold_others))
+    retuned.evidence(0.7, 0, retuned.best_priors())
+    return copy
 
 
 def test_other_open_ranges_follow_and_all_else_is_held(loader):
@@ -228,15 +235,45 @@ def test_without_other_open_ranges_nothing_follows(model, loader):
     assert li.profile(model, loader, "rotation", [1.0], hold_others=True, **options) != found
 
 
+@pytest.mark.parametrize("n_steps", [7, 18, 40])
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
-def test_ranges_follow_alike_whatever_is_tried_before(loader, subset):
-    model = affine_network()
-    options = {"n_steps": 40, "n_repeats": 1, "subset_of_weights": subset}
-    alone = li.profile(model, loader, "x_scale", [1.0], **options)
-    among = li.profile(model, loader, "x_scale", [0.0, 0.5, 1.0], **options)
-    assert dict(zip(alone.values, alone.evidences, strict=True)).items() <= (
-        dict(zip(among.values, among.evidences, strict=True)).items()
-    )
+def test_ranges_follow_alike_whatever_is_tried_before(loader, subset, n_steps):
+    """Also where the last minibatches that were looked at had not come to an estimate."""
+    assert_alike(affine_network(), loader, "x_scale", n_steps, subset_of_weights=subset)
+
+
+class Moving(nn.Module):
+    """State that training changes: a buffer that is not kept, and a number that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(2), persistent=False)
+        self.count = 0
+
+    def forward(self, x):
+        if self.training:
+            self.offset.add_(0.01)
+            self.count += 1
+        return x + self.offset + 0.001 * self.count
+
+
+def test_what_is_in_no_state_starts_anew_at_every_value(loader):
+    net = nn.Sequential(Moving(), plain_network())
+    augmentation = li.AffinePoints(init={"rotation": 0.2}, learn="rotation")
+    model = li.InvariantModel(net, augmentation, n_samples=3)
+    assert_alike(model, loader, "rotation", 6)
+    assert net[0].count == 0
+
+
+def test_random_data_do_not_depend_on_random_states(model, tmp_path):
+    loader = shuffled(NoisyPoints())
+    path = tmp_path / "profile.json"
+    whole = li.profile(model, loader, "rotation", [0.5, 1.0], n_steps=3)
+    li.profile(model, loader, "rotation", [0.5], n_steps=3, n_repeats=1, checkpoint=path)
+    np.random.rand()  # noqa: NPY002
+    random.random()
+    kept = {"n_steps": 3, "checkpoint": path, "resume": True}
+    assert li.profile(model, loader, "rotation", [0.5, 1.0], **kept) == whole
 
 
 def test_ranges_follow_the_evidence():

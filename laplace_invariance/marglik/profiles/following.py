@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +53,6 @@ class Following:
             )
             self._estimator = Running(every=1, settle=0.0).start(context)
         self._check_backend(trainer)
-        self._start = deepcopy(self._state())
 
     def _check_backend(self, trainer: Trainer) -> None:
         if self._estimator.approximation.differentiates():
@@ -64,16 +62,6 @@ class Following:
             f"the evidence of backend {trainer.settings.evidence.backend.__name__} has no gradient "
             f"by which {names} could follow; use backend=AugmentedGGN, or hold_others=True"
         )
-
-    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._estimator.state_dict(), self._hyperparameters.state_dict()
-
-    def restart(self) -> None:
-        """Forget all that was seen."""
-        estimator, optimizer = deepcopy(self._start)
-        self._estimator.load_state_dict(estimator)
-        self._hyperparameters.load_state_dict(optimizer)
-        self._n_seen = 0
 
     def look(self, data: Any, value: float, share: float) -> None:
         """Learn from a minibatch; ranges step as soon as there was an estimate of the evidence.

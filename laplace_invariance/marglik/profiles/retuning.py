@@ -1,4 +1,4 @@
-"""A copy of a model that trains for a while with one range fixed."""
+"""Copies of a model that train for a while with one range fixed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
+from laplace_invariance.marglik.fingerprints import seeded
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.profiles.following import N_LOOKS, Following, followers
 from laplace_invariance.marglik.profiles.ranges import Range
@@ -42,7 +43,7 @@ class Amounts:
 
 
 class Retuning:
-    """A copy of a model that trains for a while with one range fixed, always from the same start.
+    """Trains copies of a model for a while, each with one range fixed, all from the same start.
 
     Args:
         model: Trained model, which is copied.
@@ -51,28 +52,21 @@ class Retuning:
         amounts: Numbers of steps and samples.
 
     Attributes:
-        range: The range, of the copy.
+        range: The range as it was learnt.
         amounts: The same.
         signature: What must agree between two runs that share evidences.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, name: str, amounts: Amounts) -> None:
         self._model = deepcopy(model)
+        self._settings = settings
         self.range = Range(self._model, name)
         self.amounts = amounts
-        self._settings = settings
-        self._hyperparameters = learnt_hyperparameters(self._model)
-        self._random_states = RandomStates(self._model, (settings.data.train_loader,))
-        self._before = self._random_states.state_dict()
-        with constant(self._hyperparameters):
-            self._trainer = Trainer(self._model, settings)
-            self._trainer.estimator.rehearse()
-        self._following = None
-        if not amounts.hold_others and followers(self._model, self.range):
-            self._following = Following(self._model, self._trainer, self.range)
-        check_targets(targets_of(self._settings.data))
+        copy = self._copy()
+        copy.rehearse()
+        check_targets(targets_of(settings.data))
         self.signature = {
-            **self._trainer.signature(),
+            **copy.signature(),
             "name of the range": name,
             "number of steps": amounts.n_steps,
             "number of samples": amounts.n_samples,
@@ -80,34 +74,85 @@ class Retuning:
             "checksum of the model": _checksum(self._model),
         }
 
+    def _copy(self) -> RetunedCopy:
+        return RetunedCopy(deepcopy(self._model), self._settings, self.range.name, self.amounts)
+
     @cached_property
-    def _start(self) -> dict[str, Any]:
-        """State with the weights as they are, and the best priors for them."""
-        with constant(self._hyperparameters):
-            self._assess(0)
-        return deepcopy(self._trainer.state_dict())
+    def _priors(self) -> dict[str, Any]:
+        """State of the best priors for the weights as they are."""
+        return self._copy().best_priors()
 
     def evidence(self, value: float, repeat: int) -> float:
         """Return the evidence per example with the range at a value, after some training.
+
+        The copy is a new one, so that nothing is left of values before.
 
         Args:
             value: Width of the range.
             repeat: Number of the repetition, which is the seed of batches and draws.
         """
-        self._trainer.load_state_dict(deepcopy(self._start))
-        self.range.put(value)
-        self._random_states.load_state_dict(self._before)
-        torch.manual_seed(repeat)  # whoever calls puts back all random states
-        self._train(value)
+        return self._copy().evidence(value, repeat, self._priors)
+
+
+class RetunedCopy:
+    """A copy of a model that trains once for a while, with one range fixed.
+
+    Args:
+        model: The copy.
+        settings: Settings of the evidence and of the optimiser.
+        name: Name of the range.
+        amounts: Numbers of steps and samples.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, name: str, amounts: Amounts) -> None:
+        self._model = model
+        self._settings = settings
+        self._amounts = amounts
+        self._range = Range(model, name)
+        self._hyperparameters = learnt_hyperparameters(model)
+        self._random_states = RandomStates(model, (settings.data.train_loader,))
         with constant(self._hyperparameters):
-            return self._assess(repeat)
+            self._trainer = Trainer(model, settings)
+        self._following = None
+        if not amounts.hold_others and followers(model, self._range):
+            self._following = Following(model, self._trainer, self._range)
+
+    def rehearse(self) -> None:
+        """Raise if the curvature of this model cannot be computed."""
+        with constant(self._hyperparameters):
+            self._trainer.estimator.rehearse()
+
+    def signature(self) -> dict[str, Any]:
+        """Return what must agree between two runs, but for what is particular to profiles."""
+        return self._trainer.signature()
+
+    def best_priors(self) -> dict[str, Any]:
+        """Return the state of the best priors for the weights as they are."""
+        with seeded(0, self._random_states), constant(self._hyperparameters):
+            self._assess(0)
+        return self._trainer.priors.state_dict()
+
+    def evidence(self, value: float, repeat: int, priors: dict[str, Any]) -> float:
+        """Return the evidence per example with the range at a value, after some training.
+
+        Args:
+            value: Width of the range.
+            repeat: Number of the repetition, which is the seed of batches and draws.
+            priors: State of the priors at the start.
+        """
+        self._trainer.priors.load_state_dict(deepcopy(priors))
+        self._range.put(value)
+        with seeded(repeat, self._random_states):
+            self._train(value)
+            with constant(self._hyperparameters):
+                return self._assess(repeat)
 
     def _train(self, value: float) -> None:
         """Step the weights, with a step size that falls to zero, so that they come to rest.
 
         Other ranges follow, by gradients from some of the batches before the weights see them.
         """
-        n_steps = self.amounts.n_steps
+        n_steps = self._amounts.n_steps
         if not n_steps:
             return
         self._trainer.restart_rate(n_steps)
@@ -115,7 +160,6 @@ class Retuning:
         if self._following is None:
             self._train_on(batches)
             return
-        self._following.restart()
         every = max(1, n_steps // N_LOOKS)
         for step, data in enumerate(batches):
             if step % every == 0:
@@ -135,7 +179,7 @@ class Retuning:
         data = self._settings.data
 
         def more(present: int) -> int:
-            return self.amounts.n_samples or OVERSAMPLING * present
+            return self._amounts.n_samples or OVERSAMPLING * present
 
         with averaging_over(self._model, more):
             found = self._trainer.estimator.assess(data.ordered_loader, seed)
