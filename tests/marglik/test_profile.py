@@ -202,19 +202,19 @@ def affine_network():
     return li.InvariantModel(plain_network(), li.AffinePoints(init=widths), n_samples=3)
 
 
-def retuned(model, loader, hold_others=False, n_steps=60):
-    """Return the copy of a model that a profile along x_scale trained at 0.7."""
+def trained_copy(model, loader, name="x_scale", value=0.7, hold_others=False, n_steps=60):
+    """Return the copy of a model that a profile along a range trained at a value."""
     settings = settings_of_evidence(loader, "classification")
     copy = deepcopy(model)
-    retuned = RetunedCopy(copy, settings, "x_scale", Amounts(n_steps, None, 1, hold_others))
-    retuned.evidence(0.7, 0, retuned.best_priors())
+    retuned = RetunedCopy(copy, settings, name, Amounts(n_steps, None, 1, hold_others))
+    retuned.evidence(value, 0, retuned.best_priors())
     return copy
 
 
 def test_other_open_ranges_follow_and_all_else_is_held(loader):
     model = affine_network()
     before = model.augmentation.widths()
-    copy = retuned(model, loader)
+    copy = trained_copy(model, loader)
     after = copy.augmentation.widths()
     assert after["x_scale"] == pytest.approx(0.7)
     for name in ("rotation", "y_scale"):
@@ -222,7 +222,7 @@ def test_other_open_ranges_follow_and_all_else_is_held(loader):
     for name in ("x_translation", "y_translation", "shear"):
         assert after[name] == before[name]
     assert [t.requires_grad for t in copy.buffers()] == [t.requires_grad for t in model.buffers()]
-    held = retuned(model, loader, hold_others=True).augmentation.widths()
+    held = trained_copy(model, loader, hold_others=True).augmentation.widths()
     assert held == pytest.approx(before | {"x_scale": 0.7}, abs=1e-7)
 
 
@@ -274,6 +274,45 @@ def test_random_data_do_not_depend_on_random_states(model, tmp_path):
     random.random()
     kept = {"n_steps": 3, "checkpoint": path, "resume": True}
     assert li.profile(model, loader, "rotation", [0.5, 1.0], **kept) == whole
+
+
+def twice():
+    """Return a network with an augmentation within another one, each with open ranges."""
+    inner = li.InvariantModel(plain_network(), li.AffinePoints(init=0.2), n_samples=2)
+    return li.InvariantModel(inner, li.AffinePoints(init=0.3, learn="rotation"), n_samples=2)
+
+
+@pytest.mark.parametrize("name", ["augmentation.rotation", "net.augmentation.shear"])
+def test_ranges_of_several_augmentations_follow(loader, name):
+    model = twice()
+    after = trained_copy(model, loader, name).augmentation.widths()
+    inner = trained_copy(model, loader, name).net.augmentation.widths()
+    for other, width in inner.items():
+        if name == f"net.augmentation.{other}":
+            assert width == pytest.approx(0.7)
+        else:
+            assert abs(width - 0.2) > 1e-4
+    if name == "augmentation.rotation":
+        assert after["rotation"] == pytest.approx(0.7)
+    else:
+        assert abs(after["rotation"] - 0.3) > 1e-4
+    assert_alike(model, loader, name, 8, n_repeats=1)
+
+
+@pytest.mark.parametrize("constraint", [None, "softplus", "tanh"])
+def test_what_is_held_stays_to_the_last_digit(loader, constraint):
+    """Also numbers beyond their limit, and widths beyond it that are a sum of correlations."""
+    augmentation = li.AffinePoints(init=0.3, correlated=True, constraint=constraint)
+    with torch.no_grad():
+        augmentation.mixing[2, :2] = torch.tensor([2.5, -1.5])  # rotation, beyond half a turn
+        augmentation.eta[1] = -5.0 if constraint == "softplus" else 0.01  # a closed one
+        augmentation.mixing[1, 0] = 0.03
+    model = li.InvariantModel(plain_network(), augmentation, n_samples=2)
+    copy = trained_copy(model, loader, "rotation", augmentation.widths()["rotation"])
+    for name in ("rotation", "y_translation"):
+        assert_same(copy.augmentation.entries(name), augmentation.entries(name))
+    moved = copy.augmentation.entries("shear")[0]
+    assert moved != augmentation.entries("shear")[0]
 
 
 def test_ranges_follow_the_evidence():
@@ -526,3 +565,35 @@ def test_single_ranges_of_compositions_and_finite_groups():
     assert group.widths() == {"horizontal_flip": 0.5, "vertical_flip": 0.5, "half_turn": 0.25}
     assert group.in_words("half_turn", 0.25) == "0.250 of the identity's weight"
     assert li.FiniteGroup("flips").frozen().widths() == {}
+
+
+class Several(li.Augmentation):
+    """A range of two numbers, and one that is not learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_hyperparameter("pair", torch.tensor([0.2, -0.4]))
+
+
+def test_numbers_of_one_range_keep_their_proportions():
+    augmentation = Several()
+    kept = [tensor.clone() for tensor in augmentation.entries("pair")]
+    augmentation.resize_("pair", 0.8)
+    assert augmentation.pair.tolist() == pytest.approx([0.4, -0.8])
+    for tensor, before in zip(augmentation.entries("pair"), kept, strict=True):
+        tensor.copy_(before)
+    assert torch.equal(augmentation.pair, torch.tensor([0.2, -0.4]))
+    augmentation.resize_("pair", 0.0)
+    augmentation.resize_("pair", 0.3)
+    assert augmentation.pair.tolist() == pytest.approx([0.3, 0.3])
+    augmentation = li.AffinePoints(init=0.2, correlated=True)
+    with torch.no_grad():
+        augmentation.mixing[2] = torch.tensor([0.1, -0.3, 0, 0, 0, 0])
+    augmentation.resize_("rotation", 1.2)
+    assert augmentation.eta[2].item() == pytest.approx(0.4)
+    assert augmentation.mixing[2, :2].tolist() == pytest.approx([0.2, -0.6])
+
+
+def test_a_range_that_says_not_what_it_is_made_of_is_named():
+    with pytest.raises(NotImplementedError, match=r"Several must say by entries\(name\) what its"):
+        Several().entries("turn")

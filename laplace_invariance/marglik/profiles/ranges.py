@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.marglik.hyperparameters import outermost_augmentations
@@ -49,6 +49,7 @@ class Range:
         self.name = name
         self.augmentation, self._own_name = found[name]
         self.learnt = self.augmentation.widths()[self._own_name]
+        self._entries = [tensor.clone() for tensor in self.entries()]
         self.limit = self.augmentation.largest(self._own_name)
 
     def points(self, values: Sequence[float] | None) -> tuple[float, ...]:
@@ -81,8 +82,16 @@ class Range:
         """Whether the learnt range is wide enough to be told from none."""
         return self.learnt >= LEAST_OPEN
 
+    def entries(self) -> list[Tensor]:
+        """Return views of the numbers that the range is made of."""
+        return self.augmentation.entries(self._own_name)
+
     def put(self, value: float) -> None:
-        """Set the range of the model, and no other."""
+        """Set the range of the model, and no other; the learnt one exactly as it was."""
+        if value == self.learnt:
+            for tensor, learnt in zip(self.entries(), self._entries, strict=True):
+                tensor.copy_(learnt)
+            return
         self.augmentation.resize_(self._own_name, value)
 
     def in_words(self, value: float) -> str:

@@ -143,11 +143,11 @@ class RetunedCopy:
         self._trainer.priors.load_state_dict(deepcopy(priors))
         self._range.put(value)
         with seeded(repeat, self._random_states):
-            self._train(value)
+            self._train()
             with constant(self._hyperparameters):
                 return self._assess(repeat)
 
-    def _train(self, value: float) -> None:
+    def _train(self) -> None:
         """Step the weights, with a step size that falls to zero, so that they come to rest.
 
         Other ranges follow, by gradients from some of the batches before the weights see them.
@@ -163,7 +163,7 @@ class RetunedCopy:
         every = max(1, n_steps // N_LOOKS)
         for step, data in enumerate(batches):
             if step % every == 0:
-                self._following.look(data, value, step / n_steps)
+                self._following.look(data, step / n_steps)
             self._train_on([data])
 
     def _train_on(self, batches: Iterable[Any]) -> None:
