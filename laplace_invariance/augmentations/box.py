@@ -172,7 +172,8 @@ class BoxAugmentation(Augmentation):
             return widths
         if self.constraint == "softplus":
             # zero is at minus infinity; 1e-3 is a range that changes nothing and has a gradient
-            eta = torch.log(torch.expm1(widths.abs().clamp(min=1e-3)))
+            positive = widths.abs().clamp(min=1e-3)
+            eta = positive + torch.log(-torch.expm1(-positive))  # which does not overflow
         else:
             bounds = self._bounds()
             if (widths.abs() >= bounds).any():

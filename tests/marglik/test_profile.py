@@ -18,7 +18,7 @@ from laplace_invariance.marglik import Profile
 from laplace_invariance.marglik import profile as package_function
 from laplace_invariance.marglik.evidence import settings_of_evidence
 from laplace_invariance.marglik.profiles import profile_of
-from laplace_invariance.marglik.profiles.ranges import around
+from laplace_invariance.marglik.profiles.ranges import Range, around
 from laplace_invariance.marglik.profiles.retuning import Amounts, RetunedCopy, Retuning
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.pilots import Pilots
@@ -418,6 +418,9 @@ def test_progress_is_shown_if_wanted(model, loader, capfd):
         ({"values": [3.2]}, "between 0 and 3.142, its limit, got 3.2"),
         ({"values": [-0.1]}, "between 0 and 3.142, its limit, got -0.1"),
         ({"values": [math.nan]}, "between 0 and 3.142, its limit, got nan"),
+        ({"values": [math.inf]}, "between 0 and 3.142, its limit, got inf"),
+        ({"values": [1e30]}, r"between 0 and 3.142, its limit, got 1e\+30"),
+        ({"values": [0.5, 0.7, 0.5]}, "values has 0.5 twice"),
         ({"values": []}, "nothing to compare the learnt rotation with"),
         ({"n_steps": -1}, "n_steps must be finite and at least 0 and whole, got -1"),
         ({"n_repeats": 0}, "n_repeats must be positive and finite and whole, got 0"),
@@ -431,6 +434,62 @@ def test_what_makes_no_sense_is_refused(model, loader, arguments, message):
     with pytest.raises(ValueError, match=message):
         li.profile(model, loader, **{"name": "rotation"} | arguments)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"values": 0.5}, r"values must be several numbers, such as \[0, 0.5, 1\], got 0.5"),
+        ({"values": "123"}, "values must be several numbers, .* got '123'"),
+        ({"values": [0.5, None]}, "values must be numbers, got None among them"),
+        ({"values": ["0.5"]}, "values must be numbers, got '0.5' among them"),
+        ({"values": torch.ones(2, 2)}, r"values must be numbers, got \[1.0, 1.0\] among them"),
+        ({"values": torch.tensor(0.5)}, "values must be several numbers, .* got 0.5"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+)
+def test_what_is_of_another_kind_is_refused(model, loader, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        li.profile(model, loader, **{"name": "rotation"} | arguments)
+
+
+def points(constraint, name, values=None, width=0.3):
+    augmentation = li.AffinePoints(init=width, constraint=constraint)
+    model = li.InvariantModel(plain_network(), augmentation, n_samples=2)
+    found = Range(model, name).points(values)
+    assert augmentation.widths() == li.AffinePoints(init=width, constraint=constraint).widths()
+    return found
+
+
+def test_what_a_constraint_cannot_reach_is_refused():
+    with pytest.raises(ValueError, match=r"between 0 and 2.985, its limit, got 3.1"):
+        points("tanh", "rotation", [3.1])
+    with pytest.raises(ValueError, match=r"between 0 and 0.95, its limit, got 1.0"):
+        points("tanh", "shear", [1.0])
+    with pytest.raises(ValueError, match=r"cannot be 0: the nearest that its constraint .* 0.001"):
+        points("softplus", "shear", [0.0])
+    with pytest.raises(ValueError, match=r"shear must be at most 10000, got 1e\+30"):
+        points(None, "shear", [1e30])
+    assert points("softplus", "shear", [200.0])[-1] == 200.0  # whose exponential overflows
+
+
+@pytest.mark.parametrize("width", [0.0, 0.3, 0.94])
+@pytest.mark.parametrize("name", ["rotation", "shear"])
+@pytest.mark.parametrize("constraint", [None, "softplus", "tanh"])
+def test_default_values_can_be_reached(constraint, name, width):
+    found = points(constraint, name, width=width)
+    assert len(found) >= 8
+    augmentation = li.AffinePoints(init=width, constraint=constraint)
+    for value in found:
+        augmentation.resize_(name, value)
+        assert augmentation.widths()[name] == pytest.approx(value, rel=1e-5, abs=1e-7)
+
+
+def test_a_value_that_is_the_learnt_one_is_not_another_one(model):
+    place = Range(model.float(), "rotation")  # whose 0.2 is not that of Python
+    assert place.learnt != 0.2
+    assert place.points([0.2, 1.0]) == (place.learnt, 1.0)
+    assert place.points(torch.tensor([0.2, 1.0])) == (place.learnt, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["plain", "frozen"])
