@@ -155,6 +155,39 @@ def test_repetitions_have_other_draws_and_give_errors(model, loader):
     assert untrained.repeats[0] != untrained.repeats[1]
 
 
+def drawless():
+    """Return a network whose evidence depends on nothing random but batches."""
+    augmentation = li.AffinePoints(init={"rotation": 0.2}, learn="rotation", draws="grid")
+    return li.InvariantModel(plain_network(), augmentation, n_samples=3)
+
+
+def test_repetitions_have_other_batches():
+    data = labelled_points()
+    sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=1, rank=0)
+    sampler.set_epoch(7)
+    loaders = {
+        "plain": shuffled(data),
+        "its own generator": shuffled(data, generator=torch.Generator()),
+        "distributed": DataLoader(data, 7, sampler=sampler),
+    }
+    for kind, loader in loaders.items():
+        found = li.profile(drawless(), loader, "rotation", [1.0], n_steps=3)
+        assert found.repeats[0] != found.repeats[1], kind
+    assert sampler.epoch == 7
+
+
+def test_all_that_is_random_differs_in_repetitions(model):
+    model.generator = torch.Generator()
+    with pytest.warns(UserWarning, match="does not shuffle: .* errors are those of draws alone"):
+        found = li.profile(model, DataLoader(NoisyPoints(), 7), "rotation", [1.0], n_steps=3)
+    assert found.repeats[0] != found.repeats[1]
+    with pytest.warns(UserWarning, match="does not shuffle"):
+        found = li.profile(
+            drawless(), DataLoader(labelled_points(), 7), "rotation", [1.0], n_steps=3
+        )
+    assert found.repeats[0] == found.repeats[1]
+
+
 def rings(n=240):
     """Points in three rings, each over a sector, turned at random: only the radius is known."""
     torch.manual_seed(3)

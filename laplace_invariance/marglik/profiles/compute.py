@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.loaders import is_in_order
 from laplace_invariance.marglik.profiles.known import KnownEvidences
 from laplace_invariance.marglik.profiles.results import Profile
 from laplace_invariance.marglik.profiles.retuning import Amounts, Retuning
@@ -62,7 +64,8 @@ def profile(
         n_samples: Number of samples that outputs are averaged over in estimates; None is twice that
             of the model, as in training.
         n_repeats: Number of repetitions, with other batches and draws, from which standard errors
-            are estimated.
+            are estimated. Everything random is seeded anew for each of them. With a loader that
+            does not shuffle only draws differ, and errors are too small; there is a warning.
         hold_others: Whether other ranges stay as they were learnt, which takes less time. Those
             that are narrower than 0.1 always do, and so do hyperparameters that are not ranges.
         optimizer_kwargs: Arguments of Adam, such as ``{"lr": 1e-3}``.
@@ -90,6 +93,12 @@ def profile(
         loader, likelihood, optimizer_kwargs=optimizer_kwargs, progress_bar=progress_bar, **options
     )
     amounts = Amounts(n_steps, n_samples, n_repeats, hold_others)
+    if n_repeats > 1 and n_steps and is_in_order(loader):
+        warnings.warn(
+            "the loader does not shuffle: all repetitions have the same batches, and standard "
+            "errors are those of draws alone; give one with shuffle=True",
+            stacklevel=2,
+        )
     random_states = RandomStates(model, (loader,))
     before = random_states.state_dict()
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from laplace_invariance.marglik.targets import check_targets, targets_of
 
 __all__ = ["Amounts", "Retuning"]
 
+MOST_EPOCHS = 10_000  # of a repetition, which the next one does not have
 OVERSAMPLING = 2  # samples in estimates, as a multiple of the model's, as in training
 
 
@@ -143,11 +145,11 @@ class RetunedCopy:
         self._trainer.priors.load_state_dict(deepcopy(priors))
         self._range.put(value)
         with seeded(repeat, self._random_states):
-            self._train()
+            self._train(repeat)
             with constant(self._hyperparameters):
                 return self._assess(repeat)
 
-    def _train(self) -> None:
+    def _train(self, repeat: int) -> None:
         """Step the weights, with a step size that falls to zero, so that they come to rest.
 
         Other ranges follow, by gradients from some of the batches before the weights see them.
@@ -156,23 +158,37 @@ class RetunedCopy:
         if not n_steps:
             return
         self._trainer.restart_rate(n_steps)
-        batches = itertools.islice(self._batches(), n_steps)
-        if self._following is None:
-            self._train_on(batches)
-            return
         every = max(1, n_steps // N_LOOKS)
-        for step, data in enumerate(batches):
-            if step % every == 0:
-                self._following.look(data, step / n_steps)
-            self._train_on([data])
+        with closing(self._batches(repeat)) as endless:
+            batches = itertools.islice(endless, n_steps)
+            if self._following is None:
+                self._train_on(batches)
+                return
+            for step, data in enumerate(batches):
+                if step % every == 0:
+                    self._following.look(data, step / n_steps)
+                self._train_on([data])
 
     def _train_on(self, batches: Iterable[Any]) -> None:
         with constant(self._hyperparameters):
             self._trainer.train_on(batches)
 
-    def _batches(self) -> Iterator[Any]:
-        loaders = itertools.repeat(self._settings.data.train_loader)
-        return itertools.chain.from_iterable(loaders)
+    def _batches(self, repeat: int) -> Generator[Any]:
+        """Yield batches, epoch after epoch, others in every repetition if the loader shuffles."""
+        loader = self._settings.data.train_loader
+        batches: Any = getattr(loader, "batch_sampler", None)
+        samplers = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+        # as a DistributedSampler shuffles by the number of the epoch, and by nothing else
+        counting = [one for one in samplers if hasattr(one, "set_epoch")]
+        before = [getattr(one, "epoch", 0) for one in counting]
+        try:
+            for epoch in itertools.count(MOST_EPOCHS * repeat):
+                for one in counting:
+                    one.set_epoch(epoch)
+                yield from loader
+        finally:
+            for one, epoch in zip(counting, before, strict=True):
+                one.set_epoch(epoch)
 
     def _assess(self, seed: int) -> float:
         """Take the priors to their optimum, and return the evidence per example."""
