@@ -280,7 +280,7 @@ class Moving(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("offset", torch.zeros(2), persistent=False)
+        self.register_buffer("offset", torch.zeros(1), persistent=False)
         self.count = 0
 
     def forward(self, x):
@@ -420,16 +420,145 @@ def test_a_file_of_something_else_is_not_touched(model, loader, tmp_path):
         li.profile(model, loader, "rotation", [1.0], **options | {"n_steps": 1}, resume=True)
     with pytest.raises(ValueError, match="another profile: it differs in hold_others"):
         li.profile(model, loader, "rotation", [1.0], **options, hold_others=True, resume=True)
-    with torch.no_grad():
-        model.net[0].weight += 1e-3
-    with pytest.raises(ValueError, match="it differs in checksum of the model"):
-        li.profile(model, loader, "rotation", [1.0], **options, resume=True)
     assert path.read_bytes() == before
-    path.write_text("[1]")
-    with pytest.raises(ValueError, match="is not of a profile in format 1; nothing was changed"):
-        li.profile(model, loader, "rotation", [1.0], **options, resume=True)
     with pytest.raises(ValueError, match="resume=True needs to know the checkpoint="):
         li.profile(model, loader, "rotation", [1.0], resume=True)
+
+
+def other_weights(model, loader):
+    model.net[0].weight.data[0, 0] += 1e-3
+    return {}
+
+
+def other_learnt_weights(model, loader):
+    model.net[2].bias.requires_grad_()
+    return {}
+
+
+def other_frozen_weights(model, loader):
+    model.net[2].bias.data[0] += 1e-3
+    return {}
+
+
+def other_buffer(model, loader):
+    model.net[3].offset += 1
+    return {}
+
+
+def other_slope(model, loader):
+    model.net[1].negative_slope = 0.3
+    return {}
+
+
+def other_samples(model, loader):
+    model.n_samples = 4
+    return {}
+
+
+def other_inputs(model, loader):
+    loader.dataset.tensors[0][-1, 0] += 1e-3
+    return {}
+
+
+def other_targets(model, loader):
+    y = loader.dataset.tensors[1]
+    y[-1] = (y[-1] + 1) % 3
+    return {}
+
+
+def other_batches(model, loader):
+    return {"loader": shuffled(loader.dataset, drop_last=True)}
+
+
+def other_order(model, loader):
+    return {"loader": shuffled(loader.dataset, generator=torch.Generator())}
+
+
+def other_optimizer(model, loader):
+    return {"optimizer_cls": torch.optim.SGD, "optimizer_kwargs": {"lr": 1e-3}}
+
+
+def other_structure(model, loader):
+    return {"hessian_structure": "diag"}
+
+
+OTHERS = {
+    other_weights: "checksum of the model",
+    other_learnt_weights: "learnt weights",
+    other_frozen_weights: "checksum of the model",
+    other_buffer: "checksum of the model",
+    other_slope: "checksum of the model's options",
+    other_samples: "checksum of the model's options",
+    other_inputs: "checksum of the inputs",
+    other_targets: "checksum of the targets",
+    other_batches: "drop_last",
+    other_order: "checksum of the sampler",
+    other_optimizer: "optimizer",
+    other_structure: "hessian_structure",
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_evidences_of_something_else_are_refused(tmp_path, change):
+    net = nn.Sequential(nn.Linear(2, 5), nn.LeakyReLU(), nn.Linear(5, 3), Moving())
+    net[2].requires_grad_(False)
+    augmentation = li.AffinePoints(init={"rotation": 0.2}, learn="rotation")
+    model = li.InvariantModel(net, augmentation, n_samples=3)
+    arguments = {"loader": shuffled(labelled_points()), "n_steps": 0, "n_repeats": 1}
+    arguments |= {"name": "rotation", "values": [1.0], "checkpoint": tmp_path / "profile.json"}
+    found = li.profile(model, **arguments)
+    assert li.profile(model, **arguments, resume=True) == found
+    changed = arguments | change(model, arguments["loader"])
+    message = rf"profile.json is of another profile: it differs in .*{OTHERS[change]}.*; name"
+    with pytest.raises(ValueError, match=message):
+        li.profile(model, **changed, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda saved: [1], "not of a profile in format 2"),
+        (lambda saved: {"format": 1}, "not of a profile in format 2"),
+        (lambda saved: {"format": 2}, "it has no signature"),
+        (lambda saved: saved | {"signature": [1]}, "it has no signature"),
+        (lambda saved: saved | {"signature": {}}, "it differs in tensors of the model, "),
+        (lambda saved: {n: v for n, v in saved.items() if n != "found"}, "it has no evidences"),
+        (lambda saved: saved | {"found": {"a": 1}}, "it has no evidences"),
+        (lambda saved: saved | {"found": [*saved["found"], saved["found"][0]]}, "there twice"),
+        (lambda saved: saved | {"found": [1.0]}, "1.0 is no width, repetition and evidence"),
+        (lambda saved: saved | {"found": [[1.0, 0]]}, "is no width, repetition and evidence"),
+        (lambda saved: saved | {"found": [[[1.0], 0, -1.0]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [["1.0", 0, -1.0]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[1.0, "0", -1.0]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[1.0, 0.5, -1.0]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[1.0, True, -1.0]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[1.0, -1, -1.0]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[-1.0, 0, -1.0]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[1.0, 0, "NaN"]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[1.0, 0, "Infinity"]]}, "is no width, repetition"),
+        (lambda saved: saved | {"found": [[None, 0, -1.0]]}, "is no width, repetition"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_forged_files_are_refused(model, loader, tmp_path, change, message):
+    path = tmp_path / "profile.json"
+    options = {"n_steps": 0, "n_repeats": 1, "checkpoint": path}
+    li.profile(model, loader, "rotation", [1.0], **options)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=rf"profile.json is.* {message}.*; nothing was changed"):
+        li.profile(model, loader, "rotation", [1.0], **options, resume=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[" * 100_000, b"null", b"NaN"])
+def test_files_that_are_no_profile_are_refused(model, loader, tmp_path, content):
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    options = {"n_steps": 0, "n_repeats": 1, "checkpoint": path}
+    with pytest.raises(ValueError, match=r"profile.json is .*; nothing was changed"):
+        li.profile(model, loader, "rotation", [1.0], **options, resume=True)
+    assert path.read_bytes() == content
 
 
 def test_progress_is_shown_if_wanted(model, loader, capfd):

@@ -104,7 +104,8 @@ def profile(
     try:
         retuning = Retuning(model, settings, name, amounts)
         points = retuning.range.points(values)
-        known = KnownEvidences(checkpoint, resume, retuning.signature)
+        signature = {} if checkpoint is None else retuning.signature()
+        known = KnownEvidences(checkpoint, resume, signature)
         return _profile(retuning, points, known, progress_bar)
     finally:
         random_states.load_state_dict(before)

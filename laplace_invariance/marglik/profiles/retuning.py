@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Generator, Iterable
 from contextlib import closing
 from copy import deepcopy
@@ -11,12 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
-from laplace_invariance.marglik.fingerprints import seeded
+from laplace_invariance.marglik.fingerprints import data_fingerprint, model_fingerprint, seeded
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.profiles.following import N_LOOKS, Following, followers
 from laplace_invariance.marglik.profiles.ranges import Range
@@ -56,7 +54,6 @@ class Retuning:
     Attributes:
         range: The range as it was learnt.
         amounts: The same.
-        signature: What must agree between two runs that share evidences.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, name: str, amounts: Amounts) -> None:
@@ -67,13 +64,18 @@ class Retuning:
         copy = self._copy()
         copy.rehearse()
         check_targets(targets_of(settings.data))
-        self.signature = {
-            **copy.signature(),
-            "name of the range": name,
-            "number of steps": amounts.n_steps,
-            "number of samples": amounts.n_samples,
-            "hold_others": amounts.hold_others,
-            "checksum of the model": _checksum(self._model),
+        self._trained = copy.signature()
+
+    def signature(self) -> dict[str, Any]:
+        """Return what must agree between two runs that share evidences; all data are read."""
+        return {
+            **self._trained,
+            "name of the range": self.range.name,
+            "number of steps": self.amounts.n_steps,
+            "number of samples": self.amounts.n_samples,
+            "hold_others": self.amounts.hold_others,
+            **model_fingerprint(self._model),
+            **data_fingerprint(self._settings.data, self._model),
         }
 
     def _copy(self) -> RetunedCopy:
@@ -200,12 +202,3 @@ class RetunedCopy:
         with averaging_over(self._model, more):
             found = self._trainer.estimator.assess(data.ordered_loader, seed)
         return found / data.n_data
-
-
-def _checksum(model: nn.Module) -> int:
-    """Return a number that differs between models with different weights or ranges."""
-    found = 0
-    for tensor in model.state_dict().values():
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        found = zlib.crc32(content.numpy().tobytes(), found)
-    return found
