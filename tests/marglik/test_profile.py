@@ -148,8 +148,9 @@ def test_repetitions_have_other_draws_and_give_errors(model, loader):
     found = li.profile(model, loader, "rotation", [1.0], n_steps=2, n_repeats=3)
     assert len({*found.repeats}) == 3
     assert found.evidences == pytest.approx(np.mean(found.repeats, axis=0).tolist())
-    centred = np.array(found.repeats) - np.mean(found.repeats, axis=1, keepdims=True)
-    assert found.errors == pytest.approx((centred.std(axis=0, ddof=1) / math.sqrt(3)).tolist())
+    below = np.array(found.repeats)[:, [found.values.index(found.best)]] - np.array(found.repeats)
+    assert found.errors == pytest.approx((below.std(axis=0, ddof=1) / math.sqrt(3)).tolist())
+    assert found.loss_error == found.errors[found.values.index(found.learnt)]
     assert li.profile(model, loader, "rotation", [1.0], n_steps=2, n_repeats=1).errors is None
     untrained = li.profile(model, loader, "rotation", [1.0], n_steps=0, n_repeats=2)
     assert untrained.repeats[0] != untrained.repeats[1]
@@ -223,7 +224,8 @@ def test_rotated_data_prefer_a_wide_range():
     assert found.learnt == 0.0
     assert not found.is_maximum
     assert found.best > 1
-    assert "rotation ±0.0 degrees is not a maximum" in str(found)
+    assert "whether rotation ±0.0 degrees is a maximum is not clear: " in str(found)
+    assert "but its error is not known, from one repetition" in str(found)
 
 
 # Other ranges.
@@ -702,38 +704,72 @@ def test_regression_has_a_profile(loader):
 
 
 def curve(*evidences, learnt=1.0, **options):
+    """Return the profile of some evidences, with two repetitions that differ in all alike."""
     values = tuple(0.5 * i for i in range(len(evidences)))
-    repeats = options.pop("repeats", (evidences,))
+    raised = tuple(evidence + 0.5 for evidence in evidences)
+    lowered = tuple(evidence - 0.5 for evidence in evidences)
+    repeats = options.pop("repeats", (raised, lowered))
     return Profile("shear", values, repeats, learnt, **options)
 
 
 def test_a_maximum_and_its_interval():
     found = curve(-1.0, -0.5, -0.1, -0.11, -0.15)
     assert (found.best, found.is_maximum, found.loss) == (1.0, True, 0.0)
+    assert (found.verdict, found.loss_error) == ("maximum", 0.0)
     assert found.interval == (pytest.approx(0.975), pytest.approx(1.625))
     assert found.width == pytest.approx(0.65)
     lines = str(found).splitlines()
     assert lines[3].split() == ["±1.000", "-0.100", "0.000", "learnt,", "best"]
+    assert lines[4].split() == ["±1.500", "-0.110", "0.010", "±", "0.000"]
     expected = "shear ±1.000 is a maximum; within 0.02 nats per example of the best from ±0.975"
     assert lines[-1] == f"{expected} to ±1.625"
 
 
 def test_what_is_not_a_maximum_is_called_so():
     found = curve(-1.0, -0.5, -0.1, -0.05)
-    assert (found.best, found.is_maximum) == (1.5, False)
-    assert "is not a maximum: ±1.500 is better by 0.050;" in str(found)
+    assert (found.best, found.is_maximum, found.verdict) == (1.5, False, "no maximum")
+    assert "is not a maximum: ±1.500 is better by 0.050 ± 0.000;" in str(found)
     assert str(found).endswith(", and nothing wider was tried")
     assert not str(curve(-1.0, -0.5, -0.1, -0.05, limit=1.5)).endswith("tried")
     assert curve(-1.0, -0.5, -0.1, -0.096).is_maximum
+    found = Profile("shear", (0.5, 1.0), ((-1.0, -2.0), (-1.1, -2.1)), 1.0)
+    assert str(found).endswith(", and nothing narrower was tried")
 
 
-def test_differences_within_the_error_are_none():
+def test_one_repetition_is_not_clear():
+    for repeats in (((-1.0, -0.5, -0.1, -0.2),), 2 * ((-1.0, -0.5, -0.1, -0.2),)):
+        found = curve(*repeats[0], repeats=repeats)
+        assert (found.errors, found.loss_error, found.is_maximum) == (None, None, True)
+        assert found.verdict == "not clear"
+        assert "is not clear: it is the best that was tried, but its error is not known" in (
+            found.conclusion()
+        )
+    found = curve(-1.0, -0.5, -0.1, -0.05, repeats=((-1.0, -0.5, -0.1, -0.05),))
+    assert (found.is_maximum, found.verdict) == (False, "not clear")
+    assert "is not clear: ±1.500 is better by 0.050, but its error" in found.conclusion()
+
+
+def test_what_is_within_the_errors_and_what_is_not_clear():
     noisy = ((-0.5, -0.3, -0.1, -0.20), (-0.5, -0.3, -0.2, -0.08))
-    assert curve(*noisy[0], repeats=noisy).is_maximum
+    found = curve(*noisy[0], repeats=noisy)
+    assert (found.is_maximum, found.verdict) == (True, "maximum within the errors")
+    assert "is a maximum within the errors: ±1.500 is better by 0.010 ± 0.110;" in str(found)
+    unclear = ((-0.5, -0.3, -0.1, -0.09), (-0.5, -0.3, -0.2, -0.1))
+    found = curve(*unclear[0], repeats=unclear)
+    assert (found.is_maximum, found.verdict) == (False, "not clear")
+    assert "is not clear: ±1.500 is better by 0.055 ± 0.045; more repetitions tell" in str(found)
     shifted = ((-0.5, -0.3, -0.1, -0.09), (-1.5, -1.3, -1.1, -1.09))
-    found = curve(*noisy[0], repeats=shifted)
-    assert not found.is_maximum
+    found = curve(*shifted[0], repeats=shifted)
+    assert (found.is_maximum, found.verdict) == (False, "no maximum")
     assert found.errors == pytest.approx([0, 0, 0, 0])
+
+
+def test_errors_are_those_of_the_difference_to_the_best():
+    """Where another value is noisy, errors of the rest are as they are without it."""
+    repeats = ((-0.5, -0.10, -0.11), (-0.9, -0.12, -0.13), (-0.1, -0.11, -0.12))
+    found = curve(*repeats[0], repeats=repeats, learnt=0.5)
+    assert found.errors[1:] == pytest.approx([0, 0], abs=1e-12)
+    assert "± " not in str(found).splitlines()[2]  # that of the best
 
 
 def test_evidences_that_are_not_finite_are_kept():
@@ -741,6 +777,61 @@ def test_evidences_that_are_not_finite_are_kept():
     text = json.dumps(found.summary(), allow_nan=False)
     assert profile_of(json.loads(text), str) == found
     assert found.interval[0] == pytest.approx(0.975)
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan, math.inf])
+def test_what_is_not_finite_is_minus_infinity_and_never_the_best(bad):
+    repeats = ((bad, -0.101, -0.1, -0.11, -0.2), (-0.2, -0.101, -0.1, -0.11, bad))
+    found = curve(*repeats[0], repeats=repeats)
+    assert found.evidences[0] == found.evidences[-1] == -math.inf
+    assert (found.best, found.verdict, found.interval) == (1.0, "maximum", (0.5, 1.5))
+    assert str(found).splitlines()[1].split() == ["±0.000", "-inf", "diverged"]
+    assert "inf" not in found.conclusion()
+    assert "nan" not in f"{found} {found.summary()}"
+    json.dumps(found.summary(), allow_nan=False)
+    found = curve(*repeats[0], repeats=repeats, learnt=0.0)
+    assert (found.is_maximum, found.verdict, found.loss) == (False, "no maximum", math.inf)
+    assert "is not a maximum: training diverges there, and ±1.000 is the best" in str(found)
+    with pytest.raises(FloatingPointError, match="finite at no width of shear: training diverged"):
+        curve(bad, bad, bad)
+
+
+def test_an_interval_crosses_dips_that_are_within_the_errors():
+    noisy = ((-0.1, -0.14, -0.1, -0.11, -0.4), (-0.1, -0.10, -0.09, -0.11, -0.4))
+    found = curve(*noisy[0], repeats=noisy)
+    assert found.evidences[1] < found.evidences[2] - 0.02
+    assert found.interval[0] == 0.0
+    clear = curve(-0.1, -0.14, -0.09, -0.1, -0.2)
+    assert clear.interval[0] > 0.5
+    assert ", and again at ±0.000" in clear.conclusion()
+    outer = ((-0.14, -0.12, -0.1), (-0.1, -0.12, -0.09))  # nothing within beyond it
+    found = curve(*outer[0], repeats=outer)
+    assert found.interval[0] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("n_steps", [0, 12])
+def test_a_value_that_diverges_is_minus_infinity(loader, n_steps, tmp_path):
+    class Diverging(li.AffinePoints):
+        def transform_by(self, x, coefficients):
+            found = super().transform_by(x, coefficients)
+            return found / (self.eta.detach()[self.names.index("rotation")] < 2).to(found)
+
+    augmentation = Diverging(init={"rotation": 0.2}, learn="rotation")
+    model = li.InvariantModel(plain_network(), augmentation, n_samples=2)
+    options = {"n_steps": n_steps, "checkpoint": tmp_path / "profile.json"}
+    with pytest.warns(UserWarning, match="rotation ±143.2 degrees is not finite in repetition 2"):
+        found = li.profile(model, loader, "rotation", [1.0, 2.5], **options)
+    assert [math.isfinite(one) for one in found.evidences] == [True, True, False]
+    assert li.profile(model, loader, "rotation", [1.0, 2.5], **options, resume=True) == found
+
+
+def test_a_profile_that_diverges_everywhere_is_an_error(model, loader):
+    options = {"n_steps": 20, "n_repeats": 1, "optimizer_kwargs": {"lr": 1e300}}
+    with (
+        pytest.warns(UserWarning, match="a smaller step size may help"),
+        pytest.raises(FloatingPointError, match="finite at no width of rotation"),
+    ):
+        li.profile(model, loader, "rotation", [1.0], **options)
 
 
 # Single ranges of augmentations.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,13 +82,15 @@ def profile(
 
     Returns:
         Values, evidences with standard errors, and what follows: whether the learnt value is a
-        maximum, and how flat.
+        maximum, and how flat. Where training diverges the evidence is minus infinity, and there is
+        a warning.
 
     Raises:
         ValueError: If there is no such range to learn, a value is outside of its limits, all
             targets are the same, other ranges cannot follow as the backend does not differentiate
             them, or the checkpoint is of something else.
         FileExistsError: If ``checkpoint`` exists and is not resumed from.
+        FloatingPointError: If training diverges at all values.
     """
     settings = settings_of_evidence(
         loader, likelihood, optimizer_kwargs=optimizer_kwargs, progress_bar=progress_bar, **options
@@ -128,10 +131,27 @@ def _profile(
             found = []
             for value in points:
                 if (value, repeat) not in known:
-                    known.add(value, repeat, retuning.evidence(value, repeat))
+                    known.add(value, repeat, _evidence(retuning, value, repeat))
                 found.append(known[value, repeat])
                 bar.update()
                 bar.set_postfix_str(f"{retuning.range.in_words(value)}: {found[-1]:.3f}")
             repeats.append(tuple(found))
     place = retuning.range
     return Profile(place.name, points, tuple(repeats), place.learnt, place.limit, place.in_words)
+
+
+def _evidence(retuning: Retuning, value: float, repeat: int) -> float:
+    """Return the evidence at a value; minus infinity, with a warning, where training diverges."""
+    try:
+        found = retuning.evidence(value, repeat)
+    except FloatingPointError:  # too many steps in a row were skipped
+        found = -math.inf
+    if math.isfinite(found):
+        return found
+    place = f"{retuning.range.name} {retuning.range.in_words(value)}"
+    warnings.warn(
+        f"the evidence at {place} is not finite in repetition {repeat + 1}; it counts as minus "
+        "infinity; a smaller step size may help, by optimizer_kwargs={'lr': ...}",
+        stacklevel=2,
+    )
+    return -math.inf
