@@ -608,13 +608,55 @@ def test_what_makes_no_sense_is_refused(model, loader, arguments, message):
         ({"values": [0.5, None]}, "values must be numbers, got None among them"),
         ({"values": ["0.5"]}, "values must be numbers, got '0.5' among them"),
         ({"values": torch.ones(2, 2)}, r"values must be numbers, got \[1.0, 1.0\] among them"),
+        ({"name": ["rotation"]}, r"name must be that of one range, .* got \['rotation'\]"),
+        ({"n_steps": None}, "n_steps must be a whole number, got None"),
+        ({"n_repeats": None}, "n_repeats must be a whole number, got None"),
+        ({"n_repeats": "2"}, "n_repeats must be positive and finite and whole, got '2'"),
+        ({"n_epochs": 3}, "profile has no option 'n_epochs'; choose from backend, backend_kwargs,"),
+        ({"loader": [1]}, "must be a DataLoader with a length"),
         ({"values": torch.tensor(0.5)}, "values must be several numbers, .* got 0.5"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )
 def test_what_is_of_another_kind_is_refused(model, loader, arguments, message):
     with pytest.raises(TypeError, match=message):
-        li.profile(model, loader, **{"name": "rotation"} | arguments)
+        li.profile(model, **{"name": "rotation", "loader": loader} | arguments)
+
+
+class Own(torch.utils.data.Dataset):
+    """Points whose targets are not at hand."""
+
+    def __init__(self, *labels):
+        self.labels = torch.tensor([0, 1, *labels] * 5)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, i):
+        return torch.ones(2) * i, self.labels[i]
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_labels_that_are_no_class_are_refused_before_any_training(model, at_hand, monkeypatch):
+    monkeypatch.setattr("laplace_invariance.marglik.loop.Trainer.train_on", None)
+    for label, message in ((3, "the label 3 is beyond the 3 outputs"), (-1, "the label -1 is no")):
+        data = Own(2, label)
+        if at_hand:
+            data = TensorDataset(torch.randn(len(data), 2), data.labels)
+        with pytest.raises(ValueError, match=message):
+            li.profile(model, shuffled(data), "rotation", [1.0])
+
+
+def test_models_and_data_without_sense_are_refused(model, loader):
+    with pytest.raises(TypeError, match="weights are in half precision"):
+        li.profile(deepcopy(model).half(), loader, "rotation")
+    empty = DataLoader(TensorDataset(torch.ones(3, 2), torch.arange(3)), 7, drop_last=True)
+    with pytest.raises(ValueError, match="empty: 3 examples in 0 batches"):
+        li.profile(model, empty, "rotation")
+    with torch.no_grad():
+        model.augmentation.eta.fill_(math.nan)
+    with pytest.raises(ValueError, match="rotation is not finite: nan"):
+        li.profile(model, loader, "rotation")
 
 
 def points(constraint, name, values=None, width=0.3):

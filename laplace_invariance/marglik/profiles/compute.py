@@ -12,7 +12,7 @@ import tqdm
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.evidence import check_options, settings_of_evidence
 from laplace_invariance.marglik.loaders import is_in_order
 from laplace_invariance.marglik.profiles.known import KnownEvidences
 from laplace_invariance.marglik.profiles.results import Profile
@@ -86,16 +86,19 @@ def profile(
         a warning.
 
     Raises:
-        ValueError: If there is no such range to learn, a value is outside of its limits, all
-            targets are the same, other ranges cannot follow as the backend does not differentiate
-            them, or the checkpoint is of something else.
+        TypeError: If values are not several numbers, or an option is not known.
+        ValueError: If there is no such range to learn, a value is outside of its limits or there
+            twice, a constraint cannot reach it, all targets are the same, a label is beyond the
+            outputs, other ranges cannot follow as the backend does not differentiate them, or the
+            checkpoint is damaged or of something else.
         FileExistsError: If ``checkpoint`` exists and is not resumed from.
         FloatingPointError: If training diverges at all values.
     """
+    check_options("profile", options)
+    amounts = Amounts(n_steps, n_samples, n_repeats, hold_others)
     settings = settings_of_evidence(
         loader, likelihood, optimizer_kwargs=optimizer_kwargs, progress_bar=progress_bar, **options
     )
-    amounts = Amounts(n_steps, n_samples, n_repeats, hold_others)
     if n_repeats > 1 and n_steps and is_in_order(loader):
         warnings.warn(
             "the loader does not shuffle: all repetitions have the same batches, and standard "

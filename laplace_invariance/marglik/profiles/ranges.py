@@ -46,6 +46,8 @@ class Range:
                 "there is no range to profile: the model has no augmentation whose hyperparameters "
                 "require grad; wrap the network in InvariantModel(net, augmentation)"
             )
+        if not isinstance(name, str):
+            raise TypeError(f"name must be that of one range, such as 'rotation', got {name!r}")
         if name not in found:
             raise ValueError(
                 f"there is no range {name!r} to profile; choose from {', '.join(found)}"
@@ -53,6 +55,8 @@ class Range:
         self.name = name
         self.augmentation, self._own_name = found[name]
         self.learnt = self.augmentation.widths()[self._own_name]
+        if not math.isfinite(self.learnt):
+            raise ValueError(f"{name} is not finite: {self.learnt}")
         self._entries = [tensor.clone() for tensor in self.entries()]
         largest = self.augmentation.largest(self._own_name)
         reached = self._reached(min(largest, MOST))

@@ -14,13 +14,13 @@ from torch import nn
 
 from laplace_invariance.invariant import averaging_over
 from laplace_invariance.marglik.approximation import constant, learnt_hyperparameters
+from laplace_invariance.marglik.checks import check_every_target
 from laplace_invariance.marglik.fingerprints import data_fingerprint, model_fingerprint, seeded
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.profiles.following import N_LOOKS, Following, followers
 from laplace_invariance.marglik.profiles.ranges import Range
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.settings import Settings, check_numbers
-from laplace_invariance.marglik.targets import check_targets, targets_of
 
 __all__ = ["Amounts", "Retuning"]
 
@@ -38,6 +38,9 @@ class Amounts:
     hold_others: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("n_steps", "n_repeats"):
+            if getattr(self, name) is None:
+                raise TypeError(f"{name} must be a whole number, got None")
         check_numbers(self, "n_steps", least=0, whole=True)
         check_numbers(self, "n_samples", "n_repeats", whole=True)
 
@@ -62,8 +65,7 @@ class Retuning:
         self.range = Range(self._model, name)
         self.amounts = amounts
         copy = self._copy()
-        copy.rehearse()
-        check_targets(targets_of(settings.data))
+        copy.check()
         self._trained = copy.signature()
 
     def signature(self) -> dict[str, Any]:
@@ -121,8 +123,9 @@ class RetunedCopy:
         if not amounts.hold_others and followers(model, self._range):
             self._following = Following(model, self._trainer, self._range)
 
-    def rehearse(self) -> None:
-        """Raise if the curvature of this model cannot be computed."""
+    def check(self) -> None:
+        """Raise if targets make no sense, or the curvature of this model cannot be computed."""
+        check_every_target(self._model, self._settings)
         with constant(self._hyperparameters):
             self._trainer.estimator.rehearse()
 
