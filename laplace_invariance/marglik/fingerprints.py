@@ -49,8 +49,10 @@ def model_fingerprint(model: nn.Module) -> dict[str, int]:
         words = "" if isinstance(module, Augmentation) else module.extra_repr()
         own = (name, type(module).__qualname__, words, _plain_attributes(module))
         options = _updated(options, own)
+    state = model.state_dict()  # which may have more than tensors
+    extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     return {
-        "checksum of the model": _updated(0, dict(tensors)),
+        "checksum of the model": _updated(0, dict(tensors) | extra),
         "checksum of the model's options": options,
     }
 
@@ -66,7 +68,8 @@ def data_fingerprint(data: DataSettings, model: nn.Module | None = None) -> dict
         data: The data.
         model: Model with random states to put back, too, if loading draws from its generators.
     """
-    random_states = RandomStates(model or nn.Identity(), [data.train_loader, data.marglik_loader])
+    owner = nn.Identity() if model is None else model
+    random_states = RandomStates(owner, [data.train_loader, data.marglik_loader])
     passes = []
     for _ in range(2):
         with seeded(0, random_states):
@@ -129,10 +132,15 @@ def seeded(seed: int, random_states: RandomStates) -> Iterator[None]:
 
 
 def _attributes(owner: object) -> dict[str, Any]:
-    """Return the attributes of a sampler that are numbers, texts, tensors, or made of those."""
+    """Return the attributes of a sampler that are numbers, texts, tensors, or made of those.
+
+    The number of the epoch, which some shuffle by, is set by whoever iterates over them.
+    """
     kept = (*PLAIN, Tensor, np.ndarray, list, tuple, range)
     found = vars(owner) if hasattr(owner, "__dict__") else {}
-    return {name: value for name, value in found.items() if isinstance(value, kept)}
+    return {
+        name: value for name, value in found.items() if isinstance(value, kept) and name != "epoch"
+    }
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

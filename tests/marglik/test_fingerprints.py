@@ -32,6 +32,13 @@ class Scaled(nn.Module):
         self.register_buffer("coarse", torch.ones(2, dtype=torch.bfloat16))
         self.register_buffer("count", torch.tensor(3))
         self.inner = nn.Dropout(0.1)
+        self.kept = "first"
+
+    def get_extra_state(self):
+        return {"kept": [self.kept]}
+
+    def set_extra_state(self, state):
+        (self.kept,) = state["kept"]
 
 
 def changed_weight(module):
@@ -190,6 +197,24 @@ def test_what_a_loader_does_counts():
     }
     fingerprints = [found, *map(loader_fingerprint, others.values())]
     assert len({str(one) for one in fingerprints}) == len(fingerprints)
+
+
+def test_the_number_of_an_epoch_does_not_count():
+    data = labelled_points()
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
+    loader = DataLoader(data, 7, sampler=sampler)
+    found = loader_fingerprint(loader)
+    sampler.set_epoch(3)
+    assert loader_fingerprint(loader) == found
+    sampler.seed = 1
+    assert loader_fingerprint(loader) != found
+
+
+def test_what_a_module_keeps_beside_tensors_counts():
+    module = Scaled()
+    before = model_fingerprint(module)["checksum of the model"]
+    module.kept = "second"
+    assert model_fingerprint(module)["checksum of the model"] != before
 
 
 def test_a_seed_is_that_of_everything():

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from laplace_invariance.augmentations.base import Augmentation
+from laplace_invariance.hyper import hyperparameters
 from laplace_invariance.marglik.hyperparameters import outermost_augmentations
 
 __all__ = ["Range", "around", "ranges_of"]
@@ -114,9 +115,12 @@ class Range:
 
     def _reached(self, value: float) -> float:
         """Return the width that the range has when it is set to one; it stays as it is."""
+        tensors = list(hyperparameters(self.augmentation))
+        kept = [tensor.detach().clone() for tensor in tensors]
         self.put(value)
         reached = self.augmentation.widths()[self._own_name]
-        self.put(self.learnt)
+        for tensor, before in zip(tensors, kept, strict=True):
+            tensor.detach().copy_(before)
         return reached
 
     def _reachable(self, values: Sequence[float]) -> tuple[float, ...]:
