@@ -217,6 +217,38 @@ def test_what_a_module_keeps_beside_tensors_counts():
     assert model_fingerprint(module)["checksum of the model"] != before
 
 
+class OldRandomness(NoisyPoints):
+    """Noise from generators as numpy and Python had them first, and from one that has no state."""
+
+    def __init__(self):
+        super().__init__()
+        self.random_state = np.random.RandomState(3)
+        self.random = random.Random(4)
+        self.generator = random.SystemRandom()
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + self.random_state.randn() + self.random.gauss(0, 1), y
+
+
+def test_generators_of_every_kind_are_put_back_and_seeded():
+    loader = shuffled(OldRandomness())
+    states = RandomStates(nn.Identity(), [loader])
+    first = next(iter(loader))[0]
+    before = states.state_dict()
+    second = next(iter(loader))[0]
+    states.load_state_dict(before)
+    assert torch.equal(next(iter(loader))[0], second)
+    assert not torch.equal(first, second)
+    drawn = []
+    for seed in (1, 1, 2):
+        with seeded(seed, states):
+            drawn.append(next(iter(loader))[0])
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert fingerprint(loader)["checksum of the inputs"] is not None
+
+
 def test_a_seed_is_that_of_everything():
     loader = shuffled(NoisyPoints(), generator=torch.Generator())
     model = invariant_network()
