@@ -796,6 +796,8 @@ def test_what_is_within_the_errors_and_what_is_not_clear():
     found = curve(*noisy[0], repeats=noisy)
     assert (found.is_maximum, found.verdict) == (True, "maximum within the errors")
     assert "is a maximum within the errors: ±1.500 is better by 0.010 ± 0.110;" in str(found)
+    words = curve(-1.0, -0.5, -0.1, -0.096).conclusion()
+    assert "is a maximum within 0.005 nats per example: ±1.500 is better by 0.004 ± 0.000" in words
     unclear = ((-0.5, -0.3, -0.1, -0.09), (-0.5, -0.3, -0.2, -0.1))
     found = curve(*unclear[0], repeats=unclear)
     assert (found.is_maximum, found.verdict) == (False, "not clear")

@@ -212,9 +212,10 @@ class Profile:
             why = "its error is not known, from one repetition or from such as are all the same"
             return f"whether {place} is a maximum is not clear: {better}, but {why}"
         better += f" ± {self.loss_error:.3f}"
+        near = "the errors" if self.loss <= self.loss_error else f"{SAME} nats per example"
         return {
             MAXIMUM: f"{place} is a maximum",
-            WITHIN: f"{place} is a maximum within the errors: {better}",
+            WITHIN: f"{place} is a maximum within {near}: {better}",
             UNCLEAR: f"whether {place} is a maximum is not clear: {better}; more repetitions tell",
             NONE: f"{place} is not a maximum: {better}",
         }[self.verdict]
