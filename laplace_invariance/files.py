@@ -105,7 +105,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         return _with_all_numbers(json.loads(path.read_text()))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: {error}; remove it to continue; nothing was changed"
         ) from error

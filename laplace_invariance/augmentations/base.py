@@ -20,10 +20,19 @@ if TYPE_CHECKING:
 
     from laplace_invariance.augmentations.export import LearntTransform
 
-__all__ = ["Augmentation", "Openings", "Shape", "check_draws", "check_n_samples", "check_names"]
+__all__ = [
+    "CLOSED",
+    "Augmentation",
+    "Openings",
+    "Shape",
+    "check_draws",
+    "check_n_samples",
+    "check_names",
+]
 
 # Widths at which a search opens ranges without limit first
 WIDTHS = (0.25, 0.6)
+CLOSED = 1e-12  # width of a range that is so small that it has no proportions to keep
 
 Openings = dict[tuple[str, ...], tuple[float, ...]]
 Shape = Sequence[int]
@@ -157,8 +166,27 @@ class Augmentation(Hyperparameterised):
         """
         tensors = dict(self._learnt_tensors())
         check_names(self, {name: width}, list(tensors))
-        tensors[name].fill_(width)
+        tensor, before = tensors[name], self.widths()[name]
+        if width == before:  # to the last digit
+            return
+        if before > CLOSED:
+            tensor.mul_(width / before)  # numbers of a range keep their proportions
+        else:
+            tensor.fill_(width)
         self.project_()
+
+    def entries(self, name: str) -> list[Tensor]:
+        """Return the numbers that a range is made of, as views: to write to them is to set them.
+
+        Args:
+            name: Name of the range, as in :meth:`widths`.
+        """
+        if name not in self._hyperparameter_names:
+            raise NotImplementedError(
+                f"{type(self).__name__} must say by entries(name) what its range {name!r} is made "
+                "of, as it is no hyperparameter"
+            )
+        return [getattr(self, name).detach()]
 
     def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
         """Return the range ``name``, plus or minus ``magnitude``, in words.

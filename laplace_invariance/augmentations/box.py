@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laplace_invariance.augmentations.base import (
+    CLOSED,
     WIDTHS,
     Augmentation,
     Openings,
@@ -171,7 +172,8 @@ class BoxAugmentation(Augmentation):
             return widths
         if self.constraint == "softplus":
             # zero is at minus infinity; 1e-3 is a range that changes nothing and has a gradient
-            eta = torch.log(torch.expm1(widths.abs().clamp(min=1e-3)))
+            positive = widths.abs().clamp(min=1e-3)
+            eta = positive + torch.log(-torch.expm1(-positive))  # which does not overflow
         else:
             bounds = self._bounds()
             if (widths.abs() >= bounds).any():
@@ -312,11 +314,19 @@ class BoxAugmentation(Augmentation):
         width = self._possible_width(i, width)
         wanted = torch.zeros_like(self.half_widths())
         wanted[i] = width
-        if before:
+        if before > CLOSED:
             wanted[i] = self.half_widths()[i] * (width / before)
         self.eta[i] = self._unconstrained(wanted)[i]
-        if self.correlated and before:
+        if self.correlated and before > CLOSED:
             self.mixing[i] *= width / before
+
+    def entries(self, name: str) -> list[Tensor]:
+        """Return the numbers that a range is made of: its ``eta``, and what is mixed into it."""
+        (i,) = self._indices(name)
+        own = [self.eta.detach()[i]]
+        if self.correlated:
+            own.append(self.mixing.detach()[i])
+        return own
 
     def project_(self) -> None:
         """Clamp ``eta`` to the limits, in place, unless a constraint keeps it within them."""

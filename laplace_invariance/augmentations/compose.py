@@ -112,6 +112,11 @@ class Compose(Augmentation):
         part, own = self._part_of(name)
         part.resize_(own, width)
 
+    def entries(self, name: str) -> list[Tensor]:
+        """Return the numbers that a range of a part is made of."""
+        part, own = self._part_of(name)
+        return part.entries(own)
+
     def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
         """Return the range ``name``, plus or minus ``magnitude``, in words."""
         part, own = self._part_of(name)

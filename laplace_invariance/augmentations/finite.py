@@ -158,7 +158,12 @@ class FiniteGroup(Augmentation):
 
     def resize_(self, name: str, width: float) -> None:
         """Set the ``eta`` of one element, in place; all others stay as they are."""
-        self.open_(self.widths() | {name: width})
+        widths = dict(zip(self.names[1:], self.eta.tolist(), strict=True))
+        self.open_(widths | {name: width})
+
+    def entries(self, name: str) -> list[Tensor]:
+        """Return the ``eta`` of an element."""
+        return [self.eta.detach()[self.names[1:].index(name)]]
 
     def in_words(self, name: str, magnitude: float, shape: Shape | None = None) -> str:
         """Return the ``eta`` of an element in words."""

@@ -19,7 +19,7 @@ from laplace_invariance.marglik.targets import (
 )
 from laplace_invariance.modes import evaluation
 
-__all__ = ["check_data", "check_search"]
+__all__ = ["check_data", "check_every_target", "check_search"]
 
 
 def check_search(model: nn.Module, settings: Settings) -> None:
@@ -50,6 +50,16 @@ def check_data(model: nn.Module, settings: Settings) -> None:
         "ranks have different data; give all of them the same data set, of which each takes rows "
         "of its own, with an ordinary loader or a DistributedSampler",
     )
+
+
+def check_every_target(model: nn.Module, settings: Settings) -> None:
+    """Raise if all targets are the same, or if any is no class of the model; all are read."""
+    batches = list(targets_of(settings.data))
+    if not settings.evidence.is_regression:
+        n_outputs = _n_outputs(model, settings)
+        for targets in batches:
+            check_labels(targets, n_outputs)
+    check_targets(batches)
 
 
 def _n_outputs(model: nn.Module, settings: Settings) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from laplace_invariance.marglik.settings import (
 from laplace_invariance.modes import evaluation
 from laplace_invariance.precision import without_autocast
 
-__all__ = ["log_evidence", "settings_of_evidence"]
+__all__ = ["check_options", "log_evidence", "settings_of_evidence"]
 
 
 def log_evidence(
@@ -64,6 +65,22 @@ def log_evidence(
         trainer.estimator.rehearse()
         with averaging_over(model, lambda present: n_samples or present):
             return trainer.estimator.assess(settings.data.ordered_loader)
+
+
+def check_options(caller: str, options: Mapping[str, object]) -> None:
+    """Raise TypeError unless options are some of those that :func:`settings_of_evidence` takes.
+
+    Args:
+        caller: Name of the function that got them.
+        options: The options by name.
+    """
+    parameters = inspect.signature(settings_of_evidence).parameters.values()
+    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"{caller} has no option {name!r}; choose from {', '.join(sorted(known))}"
+            )
 
 
 def settings_of_evidence(

@@ -25,6 +25,7 @@ __all__ = [
     "check_loader",
     "drops_last",
     "in_order",
+    "is_in_order",
     "n_examples",
 ]
 
@@ -79,6 +80,13 @@ def batches_in_words(loader: DataLoader) -> str:
     size = batch_size_of(loader) if isinstance(loader, DataLoader) else None
     sampler = type(getattr(loader, "sampler", None)).__name__
     return f"{len(loader)} of {size} by {sampler}"
+
+
+def is_in_order(loader: DataLoader) -> bool:
+    """Return whether a loader has the same batches in every epoch, in the order of the data."""
+    batches = getattr(loader, "batch_sampler", None)
+    has_plain_batches = batches is None or type(batches) is BatchSampler
+    return has_plain_batches and type(getattr(loader, "sampler", None)) is SequentialSampler
 
 
 def check_every_example(loader: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from laplace_invariance.marglik.ranks import Ranks
 
 __all__ = ["RandomStates"]
 
-Generator = torch.Generator | np.random.Generator
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 class RandomStates:
@@ -56,6 +57,24 @@ class RandomStates:
             "generators": [_state_of(generator) for generator in self._generators],
         }
 
+    def seed(self, seed: int) -> None:
+        """Seed all sources of randomness, each of the generators found with a number of its own.
+
+        Args:
+            seed: The seed, from 0 to ``2**32 - 1``.
+        """
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - data sets may draw from it
+        random.seed(seed)
+        for i, generator in enumerate(self._generators):
+            own = zlib.crc32(f"{seed}, generator {i}".encode())
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(own)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(own).state
+            else:
+                generator.seed(own)
+
     def equal(self, ranks: Ranks) -> None:
         """Take over the states of the first rank."""
         if ranks.size > 1:
@@ -89,19 +108,21 @@ class RandomStates:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         for generator, value in zip(self._generators, state["generators"], strict=True):
-            if isinstance(generator, torch.Generator):
-                generator.set_state(value)
-            else:
-                generator.bit_generator.state = json.loads(value)
+            _set_state(generator, value)
 
 
 # Attributes under which loaders, samplers, data sets and transforms keep what they are made of.
-PARTS = "generator rng sampler batch_sampler dataset datasets transform transforms target_transform"
+PARTS = (
+    "generator rng random random_state sampler batch_sampler dataset datasets transform transforms "
+    "target_transform"
+)
 
 
 def _collect_generators(owner: Any, found: dict[int, Generator], depth: int = 6) -> None:
     """Add the generators in an object, and in what it is made of, by their id."""
-    if isinstance(owner, torch.Generator | np.random.Generator):
+    if isinstance(owner, random.SystemRandom):  # which has no state
+        return
+    if isinstance(owner, Generator):
         found[id(owner)] = owner
     elif isinstance(owner, list | tuple):
         for item in owner[:100]:
@@ -114,7 +135,29 @@ def _collect_generators(owner: Any, found: dict[int, Generator], depth: int = 6)
 def _state_of(generator: Generator) -> torch.Tensor | str:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    return json.dumps(generator.bit_generator.state, default=lambda array: array.tolist())
+    state: Any
+    if isinstance(generator, np.random.Generator):
+        state = generator.bit_generator.state
+    elif isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+    else:
+        state = {"bit_generator": "random.Random", "state": generator.getstate()}
+    return json.dumps(state, default=lambda array: array.tolist())
+
+
+def _set_state(generator: Generator, value: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(value)
+        return
+    state = json.loads(value)
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        state["state"]["key"] = np.array(state["state"]["key"], dtype=np.uint32)
+        generator.set_state(state)
+    else:
+        version, numbers, gauss = state["state"]
+        generator.setstate((version, tuple(numbers), gauss))
 
 
 def _kind_of(state: torch.Tensor | str) -> object:

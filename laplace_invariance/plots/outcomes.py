@@ -125,8 +125,8 @@ def evidence_by_range(
 ) -> Axes:
     """Plot the log evidence along a range, with the learnt value and the flat interval.
 
-    Twice the standard error is shaded, if there is one, and so is the interval in which the
-    evidence is nearly the best. The axis has the unit of the range: degrees, factors.
+    Twice the standard error of what it is below the best is shaded, and so is the interval where
+    it is nearly the best. The axis has the unit of the range: degrees, factors.
 
     Args:
         profile: Profile of ``li.profile``.

@@ -87,6 +87,7 @@ def test_the_model_of_a_finished_run_comes_back(tmp_path, estimator):
         ("--method fixed", "method 'fixed' learns no range to look along; choose evidence"),
         ("--values 4", "values: rotation must be at most pi"),
         ("--range shear --values -1", "values: shear must be finite and not negative"),
+        ("--values 1 0.5 1", "values must differ from one another"),
         ("--steps -1", "n_steps must be finite and not negative"),
         ("--repeats 0", "n_repeats must be positive"),
     ],

@@ -230,6 +230,8 @@ class ProfileConfig(LearnConfig):
             )
         for value in self.values:
             check_ranges("values", {self.name: value})
+        if len(set(self.values)) < len(self.values):
+            raise ValueError(f"values must differ from one another, got {self.values}")
 
     @property
     def run(self) -> LearnConfig:

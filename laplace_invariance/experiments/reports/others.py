@@ -142,12 +142,18 @@ def profile_report(directory: RunDirectory, result: ProfileResult) -> None:
     out, config, found = directory.out, result.config, result.profile
     if out is None:
         return
-    errors = found.errors or [0.0] * len(found.values)
+    errors = [""] * len(found.values)  # of one repetition they are not known
+    if found.errors is not None:
+        errors = [f"{error:.3f}" for error in found.errors]
     rows = [
-        [found.in_words(value), f"{evidence:.3f}", f"{error:.3f}"]
+        [found.in_words(value), f"{evidence:.3f}", error]
         for value, evidence, error in zip(found.values, found.evidences, errors, strict=True)
     ]
-    head = [spaced(found.name), "log evidence, nats per image", "standard error"]
+    head = [
+        spaced(found.name),
+        "log evidence, nats per image",
+        "error of what it is below the best",
+    ]
     learnt = found.values.index(found.learnt)
     image = {"profile.png": "The evidence along the range; the learnt width is dashed."}
     parts = [

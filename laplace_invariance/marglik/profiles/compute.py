@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import tqdm
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.evidence import check_options, settings_of_evidence
+from laplace_invariance.marglik.loaders import is_in_order
 from laplace_invariance.marglik.profiles.known import KnownEvidences
 from laplace_invariance.marglik.profiles.results import Profile
 from laplace_invariance.marglik.profiles.retuning import Amounts, Retuning
@@ -62,7 +65,8 @@ def profile(
         n_samples: Number of samples that outputs are averaged over in estimates; None is twice that
             of the model, as in training.
         n_repeats: Number of repetitions, with other batches and draws, from which standard errors
-            are estimated.
+            are estimated. Everything random is seeded anew for each of them. With a loader that
+            does not shuffle only draws differ, and errors are too small; there is a warning.
         hold_others: Whether other ranges stay as they were learnt, which takes less time. Those
             that are narrower than 0.1 always do, and so do hyperparameters that are not ranges.
         optimizer_kwargs: Arguments of Adam, such as ``{"lr": 1e-3}``.
@@ -78,24 +82,36 @@ def profile(
 
     Returns:
         Values, evidences with standard errors, and what follows: whether the learnt value is a
-        maximum, and how flat.
+        maximum, and how flat. Where training diverges the evidence is minus infinity, and there is
+        a warning.
 
     Raises:
-        ValueError: If there is no such range to learn, a value is outside of its limits, all
-            targets are the same, other ranges cannot follow as the backend does not differentiate
-            them, or the checkpoint is of something else.
+        TypeError: If values are not several numbers, or an option is not known.
+        ValueError: If there is no such range to learn, a value is outside of its limits or there
+            twice, a constraint cannot reach it, all targets are the same, a label is beyond the
+            outputs, other ranges cannot follow as the backend does not differentiate them, or the
+            checkpoint is damaged or of something else.
         FileExistsError: If ``checkpoint`` exists and is not resumed from.
+        FloatingPointError: If training diverges at all values.
     """
+    check_options("profile", options)
+    amounts = Amounts(n_steps, n_samples, n_repeats, hold_others)
     settings = settings_of_evidence(
         loader, likelihood, optimizer_kwargs=optimizer_kwargs, progress_bar=progress_bar, **options
     )
-    amounts = Amounts(n_steps, n_samples, n_repeats, hold_others)
+    if n_repeats > 1 and n_steps and is_in_order(loader):
+        warnings.warn(
+            "the loader does not shuffle: all repetitions have the same batches, and standard "
+            "errors are those of draws alone; give one with shuffle=True",
+            stacklevel=2,
+        )
     random_states = RandomStates(model, (loader,))
     before = random_states.state_dict()
     try:
         retuning = Retuning(model, settings, name, amounts)
         points = retuning.range.points(values)
-        known = KnownEvidences(checkpoint, resume, retuning.signature)
+        signature = {} if checkpoint is None else retuning.signature()
+        known = KnownEvidences(checkpoint, resume, signature)
         return _profile(retuning, points, known, progress_bar)
     finally:
         random_states.load_state_dict(before)
@@ -118,10 +134,27 @@ def _profile(
             found = []
             for value in points:
                 if (value, repeat) not in known:
-                    known.add(value, repeat, retuning.evidence(value, repeat))
+                    known.add(value, repeat, _evidence(retuning, value, repeat))
                 found.append(known[value, repeat])
                 bar.update()
                 bar.set_postfix_str(f"{retuning.range.in_words(value)}: {found[-1]:.3f}")
             repeats.append(tuple(found))
     place = retuning.range
     return Profile(place.name, points, tuple(repeats), place.learnt, place.limit, place.in_words)
+
+
+def _evidence(retuning: Retuning, value: float, repeat: int) -> float:
+    """Return the evidence at a value; minus infinity, with a warning, where training diverges."""
+    try:
+        found = retuning.evidence(value, repeat)
+    except FloatingPointError:  # too many steps in a row were skipped
+        found = -math.inf
+    if math.isfinite(found):
+        return found
+    place = f"{retuning.range.name} {retuning.range.in_words(value)}"
+    warnings.warn(
+        f"the evidence at {place} is not finite in repetition {repeat + 1}; it counts as minus "
+        "infinity; a smaller step size may help, by optimizer_kwargs={'lr': ...}",
+        stacklevel=2,
+    )
+    return -math.inf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ class Following:
     """Steps the open ranges of a model along the evidence, but for one, by the running estimator.
 
     The running estimator of training takes curvature and gradients from minibatches. The range
-    that is held, and those that are closed, return to their widths after every step: at zero, a
+    that is held, and those that are closed, return to what they were after every step: at zero, a
     gradient is noise.
 
     Args:
@@ -41,9 +40,9 @@ class Following:
     """
 
     def __init__(self, model: nn.Module, trainer: Trainer, held: Range) -> None:
-        self._held = held
-        self._closed = [one for one in ranges_of(model) if not one.is_open]
         self._ranges = followers(model, held)
+        names = {one.name for one in self._ranges}
+        self._held = [one for one in ranges_of(model) if one.name not in names]
         self._constant = _not_of(model, self._ranges)
         self._n_needed = min(N_EXAMPLES, trainer.settings.data.n_data)
         self._n_seen = 0
@@ -54,7 +53,6 @@ class Following:
             )
             self._estimator = Running(every=1, settle=0.0).start(context)
         self._check_backend(trainer)
-        self._start = deepcopy(self._state())
 
     def _check_backend(self, trainer: Trainer) -> None:
         if self._estimator.approximation.differentiates():
@@ -65,38 +63,25 @@ class Following:
             f"by which {names} could follow; use backend=AugmentedGGN, or hold_others=True"
         )
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._estimator.state_dict(), self._hyperparameters.state_dict()
-
-    def restart(self) -> None:
-        """Forget all that was seen."""
-        estimator, optimizer = deepcopy(self._start)
-        self._estimator.load_state_dict(estimator)
-        self._hyperparameters.load_state_dict(optimizer)
-        self._n_seen = 0
-
-    def look(self, data: Any, value: float, share: float) -> None:
+    def look(self, data: Any, share: float) -> None:
         """Learn from a minibatch; ranges step as soon as there was an estimate of the evidence.
 
         Args:
             data: Inputs and targets.
-            value: Width of the range that is held.
             share: How much of the training is over, from 0 to 1.
         """
         x, y = self._estimator.approximation.batch(data)
+        held = [tensor for one in self._held for tensor in one.entries()]
+        kept = [tensor.clone() for tensor in held]
         with constant(self._constant):
             self._hyperparameters.set_rate(RATE * (1 + math.cos(math.pi * share)) / 2)
             self._estimator.observe(x, y, epoch=1)
-            self._put_back(value)
+            for tensor, before in zip(held, kept, strict=True):
+                tensor.copy_(before)
             self._n_seen += len(y)
             if self._n_seen >= self._n_needed:
                 self._estimator.estimate(epoch=1)
                 self._n_seen = 0
-
-    def _put_back(self, value: float) -> None:
-        for one in self._closed:
-            one.put(one.learnt)
-        self._held.put(value)  # last, as it may be a closed one
 
 
 def followers(model: nn.Module, held: Range) -> list[Range]:

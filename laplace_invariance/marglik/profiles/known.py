@@ -13,7 +13,7 @@ from laplace_invariance.marglik.profiles.results import or_else
 
 __all__ = ["KnownEvidences"]
 
-FORMAT = 1
+FORMAT = 2  # 1: without checksums of data; other batches in repetitions
 
 
 class KnownEvidences:
@@ -43,14 +43,29 @@ class KnownEvidences:
         saved = read_json(path)
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise ValueError(f"{path} is not of a profile in format {FORMAT}; nothing was changed")
-        theirs = saved["signature"]
-        different = [key for key, value in self._signature.items() if theirs.get(key) != value]
+        theirs = saved.get("signature")
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{path} is damaged: it has no signature; nothing was changed")
+        different = [
+            key
+            for key, value in self._signature.items()
+            if key not in theirs or theirs[key] != value
+        ]
         if different:
             raise ValueError(
                 f"{path} is of another profile: it differs in {', '.join(different)}; name another "
                 "file to start from scratch; nothing was changed"
             )
-        for value, repeat, evidence in saved["found"]:
+        entries = saved.get("found")
+        if not isinstance(entries, list):
+            raise ValueError(f"{path} is damaged: it has no evidences; nothing was changed")
+        for entry in entries:
+            if not _is_entry(entry) or (entry[0], entry[1]) in self._found:
+                raise ValueError(
+                    f"{path} is damaged: {entry!r} is no width, repetition and evidence, or is "
+                    "there twice; nothing was changed"
+                )
+            value, repeat, evidence = entry
             self._found[value, repeat] = or_else(evidence, -math.inf)
 
     def __contains__(self, key: tuple[float, int]) -> bool:
@@ -66,3 +81,21 @@ class KnownEvidences:
             return
         found = [[*key, finite(one)] for key, one in self._found.items()]
         write_json(self._path, {"format": FORMAT, "signature": self._signature, "found": found})
+
+
+def _is_entry(entry: object) -> bool:
+    """Return whether something is a width, a number of a repetition, and an evidence or None."""
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    value, repeat, evidence = entry
+    return (
+        _is_finite(value)
+        and value >= 0
+        and type(repeat) is int
+        and repeat >= 0
+        and (evidence is None or _is_finite(evidence))
+    )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
