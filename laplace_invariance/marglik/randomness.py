@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,6 +56,22 @@ class RandomStates:
             "python": random.getstate(),
             "generators": [_state_of(generator) for generator in self._generators],
         }
+
+    def seed(self, seed: int) -> None:
+        """Seed all sources of randomness, each of the generators found with a number of its own.
+
+        Args:
+            seed: The seed, from 0 to ``2**32 - 1``.
+        """
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - data sets may draw from it
+        random.seed(seed)
+        for i, generator in enumerate(self._generators):
+            own = zlib.crc32(f"{seed}, generator {i}".encode())
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(own)
+            else:
+                generator.bit_generator.state = type(generator.bit_generator)(own).state
 
     def equal(self, ranks: Ranks) -> None:
         """Take over the states of the first rank."""
