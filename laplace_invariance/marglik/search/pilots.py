@@ -18,6 +18,7 @@ from laplace_invariance.marglik.approximation import constant, learnt_hyperparam
 from laplace_invariance.marglik.batches import batches_of
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
+from laplace_invariance.marglik.loaders import rebuilt
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.randomness import RandomStates
@@ -213,12 +214,7 @@ def _some_of(settings: Settings, n_examples: int, seed: int) -> Iterable[Any]:
         return loader
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(settings.data.n_data, generator=generator)[:n_examples]
-    return DataLoader(
-        Subset(loader.dataset, chosen.tolist()),
-        loader.batch_size,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-    )
+    return rebuilt(loader, Subset(loader.dataset, chosen.tolist()), loader.batch_size)
 
 
 def _without_learning(settings: Settings) -> Settings:

@@ -24,6 +24,7 @@ from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.settings import Settings
+from laplace_invariance.marglik.suggestions.data import shuffled
 from laplace_invariance.marglik.suggestions.given import (
     Comparison,
     Ranges,
@@ -31,7 +32,6 @@ from laplace_invariance.marglik.suggestions.given import (
     chosen_augmentation,
     copied,
     like,
-    shuffled,
     signature,
 )
 from laplace_invariance.marglik.suggestions.known import KnownEvidences
@@ -87,7 +87,8 @@ def suggest(
 
     Args:
         model: Network with outputs ``[batch, outputs]`` that was trained on the data.
-        loader: Loader of the training data; pilots shuffle them, in batches of its size.
+        loader: Loader of the training data with every example once, in any order; pilots shuffle
+            them, in batches of its size.
         augmentation: Augmentation whose ranges are tried; None is ``AffineImage()``,
             for images.
         likelihood: Either ``"classification"`` or ``"regression"``.
@@ -115,9 +116,10 @@ def suggest(
         Gains of all candidates with their errors, best first, and what is clear.
 
     Raises:
-        TypeError: If the augmentation is not one.
+        TypeError: If the augmentation is not one, or the loader cannot be shuffled.
         ValueError: If there is nothing to try or to tell: no range to learn, a width outside of its
-            limits, targets that are all the same, a network that averages already.
+            limits, targets that are all the same, a network that averages already; or if the loader
+            leaves out or repeats examples.
         FileExistsError: If ``checkpoint`` exists and is not resumed from.
         FloatingPointError: If the evidence of the network alone is not finite.
     """

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.augmentations.base import Augmentation
@@ -26,7 +25,6 @@ __all__ = [
     "chosen_augmentation",
     "copied",
     "like",
-    "shuffled",
     "signature",
 ]
 
@@ -121,25 +119,6 @@ def chosen_augmentation(augmentation: Augmentation | None, inputs: Any) -> Augme
             f"{kind}; give an augmentation, such as AffinePoints() for points in the plane"
         )
     return AffineImage()
-
-
-def shuffled(loader: DataLoader) -> DataLoader:
-    """Return a loader of the same examples in random order, by a generator that can be seeded."""
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    if not isinstance(loader, DataLoader) or batch_size is None:
-        raise TypeError(
-            "loader must be a torch DataLoader with a batch size, since its examples are shuffled "
-            f"anew for every repeat, got {type(loader).__name__}"
-        )
-    return DataLoader(
-        loader.dataset,
-        batch_size,
-        shuffle=True,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        generator=torch.Generator(),
-    )
 
 
 def signature(model: InvariantModel, settings: Settings, comparison: Comparison) -> dict[str, Any]:
