@@ -1,5 +1,6 @@
 """``suggest``: what it finds, leaves alone, resumes and refuses."""
 
+import dataclasses
 import json
 import math
 import random
@@ -7,12 +8,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.marglik import Suggestion, Suggestions
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.guessing import guessing
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Space
 from laplace_invariance.marglik.search.pilots import Pilots
@@ -150,8 +153,58 @@ def test_regression():
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
     found = li.suggest(net, loader, ROTATION, "regression", ranges={"rotation": 3.0}, **QUICK)
     assert math.isfinite(found.rows[0].gain)
-    assert found.chance is None
-    assert found.is_better_than_guessing
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_regressions_are_guessed_by_mean_and_noise(temperature):
+    """Guessing is a network that has the mean of the targets as its outputs, without a prior."""
+    y = torch.randn(40, 3) * torch.tensor([1.0, 2.0, 5.0]) + 7
+    loader = DataLoader(TensorDataset(torch.zeros(40, 2), y), batch_size=40)
+    settings = settings_of_evidence(loader, "regression").evidence
+    settings = dataclasses.replace(settings, temperature=temperature)
+    net = nn.Linear(2, 3)
+    with torch.no_grad():
+        net.bias.copy_(y.mean(0))
+
+    def likelihood(noise):
+        la = Laplace(net, "regression", "all", "diag", sigma_noise=noise, temperature=temperature)
+        la.fit(loader)
+        return la.log_likelihood.item() / 40
+
+    best = max(map(likelihood, torch.linspace(0.5, 5.0, 1000)))
+    assert guessing(y, settings) == pytest.approx(best, rel=1e-5)
+
+
+def test_a_regression_of_noise_needs_no_augmentation():
+    """A network below guessing gains by whatever hides its inputs."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 2), torch.randn(40, 1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    net = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 1))
+    with torch.no_grad():
+        for weights in net.parameters():
+            weights.mul_(3)
+    found = li.suggest(net, loader, ROTATION, "regression", ranges={"rotation": 1.0}, **QUICK)
+    assert any(row.is_clear for row in found.rows)
+    assert found.chance == pytest.approx(
+        torch.distributions.Normal(y.mean(), y.std(correction=0)).log_prob(y).mean().item()
+    )
+    assert found.best is None
+    assert "no better than that of guessing" in found.conclusion()
+
+
+def test_guessing_is_that_of_the_examples_of_all_repeats(radius):
+    net, loader = radius
+    asked = {"ranges": {"rotation": 1.0}, "margin": 9.0, **QUICK}
+    found = li.suggest(net, loader, ROTATION, n_examples=20, **asked)
+    chances = []
+    for repeat in range(2):
+        torch.manual_seed(repeat)
+        chosen = torch.randperm(120, generator=torch.Generator().manual_seed(repeat))[:20]
+        shares = loader.dataset.tensors[1][chosen].bincount() / 20
+        chances.append((shares * shares.log()).sum().item())
+    assert chances[0] != chances[1]
+    assert found.chance == pytest.approx(sum(chances) / 2, abs=1e-6)
 
 
 # What is clear.

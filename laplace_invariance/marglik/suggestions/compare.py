@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.marglik.estimators.base import finite
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.guessing import guessing
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.search.pilots import Pilots
@@ -162,7 +162,7 @@ class _Suggesting:
         self._known = known
         self._space = Space(model)
         self._random_states = RandomStates(model, [settings.data.train_loader])
-        self._chance = -math.inf
+        self._chances: dict[int, float] = {}  # by repeat
 
     @without_autocast()
     def run(self, candidates: list[Candidate]) -> Suggestions:
@@ -187,7 +187,8 @@ class _Suggesting:
         with bar:
             for repeat in range(n_repeats):
                 with self._pilots(repeat) as pilots:
-                    self._chance = pilots.chance()
+                    evidence = self._settings.evidence
+                    self._chances[repeat] = guessing(pilots.targets(), evidence)
                     for candidate in candidates:
                         self._try(pilots, candidate, repeat)
                         gain = self._gain(candidate, repeat)[1]
@@ -245,7 +246,7 @@ class _Suggesting:
         return Suggestions(
             sorted(rows, key=lambda row: row.gain, reverse=True),
             evidence=statistics.fmean(self._known[nothing, repeat][1] for repeat in repeats),
-            chance=finite(self._chance),
+            chance=statistics.fmean(self._chances.values()),
             n_samples=self._model.augmentation.count(self._model.n_samples),
             n_steps=self._comparison.n_steps,
             n_repeats=self._comparison.n_repeats,

@@ -87,8 +87,8 @@ class Suggestions:
     Attributes:
         rows: The augmentations, those with the highest gain first.
         evidence: Log evidence per example of the network alone, trained for as many steps.
-        chance: Log evidence per example of guessing by the frequencies of classes; None for a
-            regression.
+        chance: Log evidence per example of guessing by the frequencies of classes, or the mean of
+            the targets of a regression; None in files where it is not known.
         n_samples: Number of samples that outputs were averaged over.
         n_steps: Number of steps on the weights before evidences were compared.
         n_repeats: Number of repeats with other batches and draws.
