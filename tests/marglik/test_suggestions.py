@@ -51,8 +51,9 @@ def radius():
     return trained(loader), loader
 
 
-def row(gains, earlier=None, margin=0.02, words="rotation"):
-    return Suggestion({}, words, gains, gains[0] if earlier is None else earlier, margin)
+def row(gains, earlier=None, margin=0.02, words="rotation", width=1.0, can_widen=False):
+    earlier = gains[0] if earlier is None else earlier
+    return Suggestion({"rotation": width}, words, gains, earlier, margin, can_widen)
 
 
 # What it finds.
@@ -222,6 +223,11 @@ def test_guessing_is_that_of_the_examples_of_all_repeats(radius):
         ([-0.30, -0.32], -0.1, "lowers it"),
         ([-0.01, -0.01], -0.01, "not clear"),
         ([-math.inf, -0.1], -0.1, "lowers it"),
+        ([math.nan, 0.9], 0.1, "lowers it"),
+        ([math.inf, -math.inf], 0.1, "lowers it"),
+        ([0.30, 0.32], -math.inf, "not clear"),
+        ([0.30, 0.32], math.nan, "not clear"),
+        ([0.30], 0.2, "not clear"),  # one has no standard error
     ],
 )
 def test_verdicts(gains, earlier, verdict):
@@ -249,6 +255,57 @@ def test_nothing_is_clear_that_is_no_better_than_guessing():
     better = Suggestions([row([0.8, 0.8])], -3.0, -2.3, 8, 100, 2)
     assert better.best is better.rows[0]
     assert "guessing" not in better.conclusion()
+
+
+def test_the_best_is_above_guessing_by_its_own_evidence():
+    high = row([0.2, 1.8], words="high")  # not clear
+    clear = row([0.5, 0.52], words="clear")
+    found = Suggestions([high, clear], -3.0, -2.3, 8, 100, 2)
+    assert found.is_better_than_guessing
+    assert clear.is_clear
+    assert found.best is None
+    assert found.conclusion().startswith("not clear: what raises the evidence raises it no further")
+    above = row([0.9, 0.92], words="above")
+    assert Suggestions([high, above, clear], -3.0, -2.3, 8, 100, 2).best is above
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan, math.inf])
+def test_what_is_not_finite_is_never_the_best_and_hides_nothing(bad):
+    good = row([0.5, 0.51], words="good")
+    for rows in ([row([bad, 0.3]), good], [good, row([0.3, bad], earlier=bad)]):
+        found = Suggestions(rows, -1.0, -2.3, 8, 100, 2)
+        assert found.is_better_than_guessing
+        assert found.best is good
+        assert found.ties == []
+        assert "rotation" in str(found)
+        back = Suggestions.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+        assert str(back) == str(found)
+
+
+def test_suggestions_may_have_no_rows():
+    found = Suggestions([], -1.0, -2.3, 8, 100, 2)
+    assert found.is_better_than_guessing
+    assert found.best is None
+    assert str(found).endswith("no augmentation is clearly better than none")
+    assert not Suggestions([], -3.0, -2.3, 8, 100, 2).is_better_than_guessing
+
+
+def test_it_is_said_if_nothing_wider_was_tried():
+    widest = row([0.5, 0.51], width=1.5, can_widen=True)
+    narrow = row([0.3, 0.31], width=1.0, can_widen=True)
+    wider = row([0.2, 0.21], width=2.0, can_widen=True)
+    said = "nothing wider was tried"
+    assert said in Suggestions([widest, narrow], -1.0, -2.3, 8, 100, 2).conclusion()
+    assert said not in Suggestions([widest, wider], -1.0, -2.3, 8, 100, 2).conclusion()
+    limited = dataclasses.replace(widest, can_widen=False)
+    assert said not in Suggestions([limited, narrow], -1.0, -2.3, 8, 100, 2).conclusion()
+    other = dataclasses.replace(wider, ranges={"shear": 9.0})
+    assert said in Suggestions([widest, other], -1.0, -2.3, 8, 100, 2).conclusion()
+
+
+def test_rows_know_whether_they_can_be_wider(found):
+    can = {round(one.ranges["rotation"], 2): one.can_widen for one in found["radius"].rows}
+    assert can == {1.33: True, 2.0: True, 3.0: False}  # half a turn is all rotations
 
 
 def test_random_labels_need_no_augmentation():

@@ -150,6 +150,10 @@ class Space:
             found.append(self.candidate(changed))
         return _different(found)
 
+    def can_widen(self, candidate: Candidate) -> bool:
+        """Return whether a range of a candidate is below its limit."""
+        return any(w < self._largest(n) * (1 - NEAR) for n, w in candidate.widths)
+
     def grown(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
         """Return candidates with one more unit open, as what helps together need not help alone.
 

@@ -260,6 +260,7 @@ class _Suggesting:
             [after for _, after in gains],
             statistics.fmean(earlier for earlier, _ in gains),
             self._comparison.margin,
+            self._space.can_widen(candidate),
         )
 
     def _in_words(self, candidate: Candidate) -> str:
