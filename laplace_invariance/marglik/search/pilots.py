@@ -195,12 +195,19 @@ class Pilots:
         return guessing(self.targets(), self._trainer.settings.evidence)
 
     def _state(self) -> dict[str, Any]:
-        state = {"run": self._trainer.state_dict(), "random": self._random_states.state_dict()}
+        state = {
+            "run": self._trainer.state_dict(),
+            "random": self._random_states.state_dict(),
+            "buffers": [buffer.detach() for buffer in self._model.buffers()],
+        }
         return deepcopy(state)
 
     def _put(self, state: dict[str, Any]) -> None:
         self._trainer.load_state_dict(deepcopy(state["run"]))
         self._random_states.load_state_dict(state["random"])
+        # those that are in no state_dict, too
+        for buffer, kept in zip(self._model.buffers(), state["buffers"], strict=True):
+            buffer.data.copy_(kept)
 
 
 def _endless(loader: DataLoader) -> Iterator[Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import tqdm
 from torch import Tensor, nn
@@ -81,6 +80,8 @@ def suggest(
     number of steps, up for that MLP and down for a CNN on the same digits, so a gain whose sign
     would not last if it went on changing is called not clear. An augmentation that helps little may
     be missed.
+
+    A candidate whose training diverges has an evidence of minus infinity, with a warning.
 
     Errors are those of batches, draws and examples. They do not contain what other weights or other
     data of the same kind would change.
@@ -199,9 +200,7 @@ class _Suggesting:
     def _pilots(self, repeat: int) -> Iterator[Pilots]:
         """Return the pilots of a repeat, with batches and draws of its own."""
         before = self._random_states.state_dict()
-        torch.manual_seed(repeat)  # all states are restored
-        np.random.seed(repeat)  # noqa: NPY002 - data sets may draw from it
-        random.seed(repeat)
+        self._random_states.seed(repeat)
         settings = self._settings
         batches = settings.data.train_loader.generator
         if batches is not None:
@@ -223,15 +222,34 @@ class _Suggesting:
     def _try(self, pilots: Pilots, candidate: Candidate, repeat: int) -> None:
         if (candidate, repeat) in self._known:
             return
-        half, whole = pilots.evidence((candidate,)), pilots.evidence((candidate, candidate))
-        pilots.forget([])
-        if not candidate.widths and not math.isfinite(whole):
+        half = whole = -math.inf
+        cause = None
+        try:
+            half = pilots.evidence((candidate,))
+            whole = pilots.evidence((candidate, candidate))
+        except (FloatingPointError, torch.linalg.LinAlgError) as error:
+            cause = error
+        finally:
+            pilots.forget([])
+        if cause is not None or not math.isfinite(half) or not math.isfinite(whole):
+            half = whole = -math.inf
+            self._diverged(candidate, cause)
+        self._known.add(candidate, repeat, half, whole)
+
+    def _diverged(self, candidate: Candidate, cause: Exception | None) -> None:
+        """Warn that the evidence of a candidate is not finite; raise if it is the network alone."""
+        reason = f" ({' '.join(str(cause).split())})" if cause is not None else ""
+        if not candidate.widths:
             raise FloatingPointError(
                 "the evidence of the network alone is not finite after "
-                f"{self._comparison.n_steps} steps; choose a smaller step size by "
+                f"{self._comparison.n_steps} steps{reason}; choose a smaller step size by "
                 "optimizer_kwargs={'lr': ...}"
-            )
-        self._known.add(candidate, repeat, half, whole)
+            ) from cause
+        warnings.warn(
+            f"training with {candidate} diverged{reason}, so that its evidence counts as minus "
+            "infinity",
+            stacklevel=7,  # that of suggest
+        )
 
     def _gain(self, candidate: Candidate, repeat: int) -> tuple[float, float]:
         """Return the gains after half of the steps and after all."""
