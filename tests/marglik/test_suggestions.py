@@ -397,7 +397,7 @@ def test_a_file_of_another_call_is_refused(radius, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"augmentation": ROTATION.frozen()}, "there is no range to search"),
+        ({"augmentation": ROTATION.frozen()}, "there is no range to try"),
         ({"ranges": {"rotation": 4.0}}, "rotation must be between 0 and 3.142, its limit, got 4"),
         ({"ranges": {"rotation": -1.0}}, "rotation must be between 0 and 3.142"),
         ({"ranges": {"rotation": math.nan}}, "rotation must be between 0 and 3.142"),

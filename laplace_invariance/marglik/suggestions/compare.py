@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import tqdm
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_invariance.augmentations.base import Augmentation
+from laplace_invariance.augmentations.base import Augmentation, Shape
 from laplace_invariance.invariant import InvariantModel
 from laplace_invariance.marglik.evidence import settings_of_evidence
 from laplace_invariance.marglik.guessing import guessing
@@ -23,11 +23,18 @@ from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.settings import Settings
+from laplace_invariance.marglik.suggestions.checks import (
+    check_candidates,
+    check_data,
+    check_optimizer,
+    inputs_of,
+)
 from laplace_invariance.marglik.suggestions.data import shuffled
 from laplace_invariance.marglik.suggestions.given import (
     Comparison,
     Ranges,
     candidates_of,
+    check_options,
     chosen_augmentation,
     copied,
     like,
@@ -35,7 +42,6 @@ from laplace_invariance.marglik.suggestions.given import (
 )
 from laplace_invariance.marglik.suggestions.known import KnownEvidences
 from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestions
-from laplace_invariance.marglik.targets import check_targets, targets_of
 from laplace_invariance.precision import without_autocast
 
 __all__ = ["suggest"]
@@ -90,8 +96,8 @@ def suggest(
         model: Network with outputs ``[batch, outputs]`` that was trained on the data.
         loader: Loader of the training data with every example once, in any order; pilots shuffle
             them, in batches of its size.
-        augmentation: Augmentation whose ranges are tried; None is ``AffineImage()``,
-            for images.
+        augmentation: Augmentation whose ranges are tried, all from zero: with all of them closed it
+            must leave inputs as they are. None is ``AffineImage()``, for images.
         likelihood: Either ``"classification"`` or ``"regression"``.
         n_samples: Number of samples that outputs are averaged over.
         ranges: Widths to try, one or several, by name of a range, or by several names that are
@@ -110,7 +116,7 @@ def suggest(
             computed again. More repeats may be asked for.
         progress_bar: Whether to show progress.
         **options: ``optimizer_cls``, ``hessian_structure``, ``backend``, ``backend_kwargs``,
-            ``prior_structure`` and ``subset_of_weights``, as for
+            ``prior_structure``, ``subset_of_weights`` and ``dict_key_x``, ``dict_key_y``, as for
             :func:`~laplace_invariance.marglik_training`.
 
     Returns:
@@ -125,24 +131,29 @@ def suggest(
         FloatingPointError: If the evidence of the network alone is not finite.
     """
     comparison = Comparison(n_steps, n_repeats, n_examples, margin)
+    check_options(options, optimizer_kwargs)
     net = copied(model)
-    settings = settings_of_evidence(
-        shuffled(loader),
-        likelihood,
-        optimizer_kwargs=dict(optimizer_kwargs or {"lr": LR}),
-        progress_bar=progress_bar,
-        **options,
-    )
+    own = shuffled(loader)
     random_states = RandomStates(model, [loader])
     before = random_states.state_dict()
     try:
-        chosen = chosen_augmentation(augmentation, settings.data.example())
-        averaged = InvariantModel(net, chosen.to(*like(net)), n_samples)
+        settings = settings_of_evidence(
+            own,
+            likelihood,
+            optimizer_kwargs=dict(optimizer_kwargs or {"lr": LR}),
+            progress_bar=progress_bar,
+            **options,
+        )
+        inputs = inputs_of(settings)
+        chosen = chosen_augmentation(augmentation, inputs).to(*like(net))
+        averaged = InvariantModel(net, chosen, n_samples, dict_key_x=settings.data.dict_key_x)
         candidates = candidates_of(averaged, ranges)
-        check_targets(targets_of(settings.data))
+        check_data(averaged, settings)
+        check_optimizer(averaged, settings)
+        check_candidates(averaged, candidates, inputs)
         signed = signature(averaged, settings, comparison)
         known = KnownEvidences(checkpoint, resume, signed)
-        return _Suggesting(averaged, settings, comparison, known).run(candidates)
+        return _Suggesting(averaged, settings, comparison, known, inputs.shape[1:]).run(candidates)
     finally:
         random_states.load_state_dict(before)
 
@@ -156,11 +167,13 @@ class _Suggesting:
         settings: Settings,
         comparison: Comparison,
         known: KnownEvidences,
+        shape: Shape,
     ) -> None:
         self._model = model
         self._settings = settings
         self._comparison = comparison
         self._known = known
+        self._shape = shape  # of one input
         self._space = Space(model)
         self._random_states = RandomStates(model, [settings.data.train_loader])
         self._chances: dict[int, float] = {}  # by repeat
@@ -284,9 +297,7 @@ class _Suggesting:
     def _in_words(self, candidate: Candidate) -> str:
         """Return ranges with their units, each set of ranges of equal width together."""
         self._space.put(candidate)
-        inputs = self._settings.data.example()
-        shape = inputs.shape[1:] if isinstance(inputs, Tensor) else None
-        words = self._model.augmentation.ranges(shape)
+        words = self._model.augmentation.ranges(self._shape)
         named: dict[str, list[str]] = {}
         for name, width in candidate.widths:
             named.setdefault(words.get(name, f"{width:.3f}"), []).append(name)
