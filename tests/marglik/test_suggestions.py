@@ -383,7 +383,7 @@ def test_a_file_of_another_call_is_refused(radius, tmp_path):
         li.suggest(net, loader, ROTATION, resume=True, **asked | {"n_steps": 6})
     with torch.no_grad():
         net[0].weight[0] += 1
-    with pytest.raises(ValueError, match="its checksum of the weights"):
+    with pytest.raises(ValueError, match="its checksum of the model is"):
         li.suggest(net, loader, ROTATION, resume=True, **asked)
     assert path.read_bytes() == before
     path.write_text("[]")

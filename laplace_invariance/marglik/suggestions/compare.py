@@ -113,7 +113,9 @@ def suggest(
         checkpoint: File of JSON that evidences are written to as they come. It must not exist
             unless ``resume``.
         resume: Whether to go on from ``checkpoint`` if it exists; evidences that it has are not
-            computed again. More repeats may be asked for.
+            computed again. The network, the data, which are gone through twice for their checksum,
+            and what evidences depend on must be those that it was written with; there may be other
+            ranges, and more or fewer repeats.
         progress_bar: Whether to show progress.
         **options: ``optimizer_cls``, ``hessian_structure``, ``backend``, ``backend_kwargs``,
             ``prior_structure``, ``subset_of_weights`` and ``dict_key_x``, ``dict_key_y``, as for
@@ -151,7 +153,7 @@ def suggest(
         check_data(averaged, settings)
         check_optimizer(averaged, settings)
         check_candidates(averaged, candidates, inputs)
-        signed = signature(averaged, settings, comparison)
+        signed = signature(averaged, settings, comparison) if checkpoint is not None else {}
         known = KnownEvidences(checkpoint, resume, signed)
         return _Suggesting(averaged, settings, comparison, known, inputs.shape[1:]).run(candidates)
     finally:

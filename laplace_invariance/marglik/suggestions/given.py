@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from laplace_invariance.augmentations import AffineImage
 from laplace_invariance.augmentations.base import Augmentation
 from laplace_invariance.invariant import InvariantModel
+from laplace_invariance.marglik.fingerprints import data_fingerprint, model_fingerprint
 from laplace_invariance.marglik.hyperparameters import outermost_augmentations
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.settings import Settings, check_numbers
-from laplace_invariance.marglik.targets import targets_of
 
 __all__ = [
     "Comparison",
@@ -47,7 +46,14 @@ OPTIONS = (
     "dict_key_y",
 )
 # Of the settings, what evidences depend on
-SIGNED = ("likelihood", "hessian_structure", "backend", "backend_kwargs", "optimizer_kwargs")
+SIGNED = (
+    "likelihood",
+    "hessian_structure",
+    "backend",
+    "backend_kwargs",
+    "optimizer_kwargs",
+    "subset_of_weights",
+)
 
 
 @dataclass(frozen=True)
@@ -204,23 +210,28 @@ def chosen_augmentation(augmentation: Augmentation | None, inputs: Tensor) -> Au
 
 
 def signature(model: InvariantModel, settings: Settings, comparison: Comparison) -> dict[str, Any]:
-    """Return what must agree between a call that wrote evidences and one that resumes."""
-    weights = 0
-    for tensor in model.net.state_dict().values():
-        weights = zlib.crc32(tensor.detach().cpu().numpy().tobytes(), weights)
-    targets = next(targets_of(settings.data))
+    """Return what must agree between a call that wrote evidences and one that resumes.
+
+    Args:
+        model: Averaged model, of which all ranges are closed here.
+        settings: Settings of the evidence and of the optimiser.
+        comparison: How candidates are compared.
+    """
+    space = Space(model)
+    space.put(space.candidate({}))  # as all pilots start
     own = settings.signature()
     return {
-        "checksum of the weights": weights,
-        "checksum of the first targets": zlib.crc32(targets.cpu().numpy().tobytes()),
+        **model_fingerprint(model),
+        "learnt weights": [name for name, p in model.named_parameters() if p.requires_grad],
+        "learnt ranges": list(model.augmentation.widths()),
+        **data_fingerprint(settings.data, model),
         "number of training examples": settings.data.n_data,
-        "batch size": settings.data.train_loader.batch_size,
-        "augmentation": repr(model.augmentation),
         "n_samples": model.n_samples,
         "n_steps": comparison.n_steps,
         "n_examples": comparison.n_examples,
         "optimizer": settings.optimizer.optimizer_cls.__name__,
-        "subset_of_weights": settings.evidence.subset_of_weights,
         "prior_structure": repr(settings.priors.prior_structure),
+        "dict_key_x": settings.data.dict_key_x,
+        "dict_key_y": settings.data.dict_key_y,
         **{name: own[name] for name in SIGNED},
     }
