@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import laplace_invariance as li
+from laplace_invariance.augmentations import BoxAugmentation
 from laplace_invariance.layers import ResidualPathway
 from laplace_invariance.marglik.loop import Trainer
+from laplace_invariance.marglik.search.candidates import Space
 from laplace_invariance.marglik.suggestions import candidates_of
 
 QUICK = {"n_samples": 4, "n_steps": 4, "n_repeats": 2, "margin": 9.0}
@@ -131,6 +133,36 @@ class Turned(li.AffinePoints):
 def test_augmentations_that_cannot_be_closed_are_refused(untrained, augmentation, match):
     with pytest.raises(ValueError, match=match):
         suggested(augmentation=augmentation, ranges=None)
+
+
+class Cropped(BoxAugmentation):
+    """Loses a coordinate, whatever the range."""
+
+    def __init__(self):
+        super().__init__(["shift"], [math.inf])
+
+    def transform_by(self, x, coefficients):
+        return x[:, None, :1] + coefficients
+
+
+def test_augmentations_to_another_shape_are_refused(untrained):
+    with pytest.raises(ValueError, match=r"closed \(Cropped\)"):
+        suggested(augmentation=Cropped(), ranges=None)
+
+
+def test_widths_are_those_that_constraints_allow(untrained):
+    bounded = li.AffinePoints(learn="shear", constraint="tanh")
+    with pytest.raises(ValueError, match=r"shear 2.00 cannot be: a constraint makes it shear 0.95"):
+        suggested(augmentation=bounded, ranges={"shear": 2.0})
+
+
+def test_what_a_constraint_does_not_allow_is_not_tried_next():
+    bounded = li.AffinePoints(learn="shear", constraint="tanh")
+    space = Space(bounded)
+    assert space.can_widen(space.candidate({"shear": 0.8}))
+    assert not space.can_widen(space.candidate({"shear": 0.94}))
+    found = suggested(augmentation=bounded, ranges={"shear": (0.3, 0.94)}, margin=0.0)
+    assert all(one.ranges["shear"] <= 0.951 for one in found.rows)
 
 
 def test_a_start_of_learnt_ranges_is_no_part_of_the_network_alone():

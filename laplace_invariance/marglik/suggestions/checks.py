@@ -111,10 +111,12 @@ def check_candidates(
     space = Space(model)
     x = inputs[:N_EXAMPLES].to(next(model.parameters()).device)
     for candidate in candidates:
-        space.put(candidate)
+        reached = space.reached(candidate)
         samples = _samples(model, x)
         if not candidate.widths:
             _check_closed(model, x, samples)
+        if reached != candidate:
+            raise ValueError(f"{candidate} cannot be: a constraint makes it {reached}")
         if not samples.isfinite().all() and x.isfinite().all():
             raise ValueError(f"{candidate} is too wide: transformed inputs are not finite")
 
@@ -143,7 +145,9 @@ def _check_fixed(augmentation: Augmentation) -> None:
 
 def _check_closed(model: InvariantModel, x: Tensor, samples: Tensor) -> None:
     """Raise unless the augmentation that has nothing open is the identity."""
-    change = (samples - x.unsqueeze(1)).double().square().mean().sqrt()
+    change = torch.tensor(torch.inf)
+    if samples.shape[2:] == x.shape[1:]:
+        change = (samples - x.unsqueeze(1)).double().square().mean().sqrt()
     if change <= CLOSED * x.double().square().mean().sqrt():
         return
     reach = model.augmentation.magnitudes().items()

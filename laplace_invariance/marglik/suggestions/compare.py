@@ -186,7 +186,8 @@ class _Suggesting:
         found = self._result(candidates)
         if found.best is not None:
             near = self._space.resized(self._space.candidate(found.best.ranges))
-            further = [candidate for candidate in near if candidate not in candidates]
+            reached = dict.fromkeys(map(self._space.reached, near))
+            further = [one for one in reached if not any(map(one.is_near, candidates))]
             self._compare([candidates[0], *further])
             found = self._result([*candidates, *further])
         return found
