@@ -126,14 +126,17 @@ class FiniteGroup(Augmentation):
         return {name: f"weight {weight:.3f}" for name, weight in self.magnitudes().items()}
 
     def openings(self) -> Openings:
-        """Return sets of elements that make a group with the identity, each to be opened fully."""
+        """Return sets of elements that make a group with the identity, each to be opened fully.
+
+        All that were given are one of the sets, whether or not they make a group.
+        """
         if not self.eta.requires_grad:
             return {}
         elements = self.names[1:]
         found: Openings = {(name,): (1.0,) for name in elements if name not in NEED_SQUARES}
         sets = (*ELEMENT_SETS.values(), elements)
         found |= {names: (1.0,) for names in sets if len(names) > 1 and set(names) <= set(elements)}
-        return found
+        return found or ({elements: (1.0,)} if elements else {})
 
     def largest(self, name: str) -> float:
         """Return the ``eta`` of full invariance."""

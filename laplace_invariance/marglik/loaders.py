@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -27,6 +28,7 @@ __all__ = [
     "in_order",
     "is_in_order",
     "n_examples",
+    "rebuilt",
 ]
 
 # Samplers that yield every example once if they have the length of the data, and no replacement.
@@ -70,8 +72,33 @@ def drops_last(loader: DataLoader) -> bool:
 
 def in_order(loader: DataLoader, batch_size: int | None) -> DataLoader:
     """Return a loader of all examples of another, in the order of the data set."""
+    return rebuilt(loader, loader.dataset, batch_size)
+
+
+def rebuilt(
+    loader: DataLoader, dataset: Dataset[Any], batch_size: int | None, **options: Any
+) -> DataLoader:
+    """Return a loader of other batches, which are loaded as those of a given one.
+
+    Workers do not persist, as they would draw other numbers every time.
+
+    Args:
+        loader: The given one.
+        dataset: Data set of the new one.
+        batch_size: Number of examples in a batch of it.
+        **options: Further arguments of ``DataLoader``, such as ``shuffle``.
+    """
     return DataLoader(
-        loader.dataset, batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+        dataset,
+        batch_size,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        **options,
     )
 
 
@@ -89,7 +116,7 @@ def is_in_order(loader: DataLoader) -> bool:
     return has_plain_batches and type(getattr(loader, "sampler", None)) is SequentialSampler
 
 
-def check_every_example(loader: Any) -> None:
+def check_every_example(loader: Any, way_out: str = WAY_OUT) -> None:
     """Raise unless a loader yields every example once, as the evidence is that of all of them.
 
     Those that ``drop_last`` leaves out are passed over. The indices of samplers that are not
@@ -97,6 +124,7 @@ def check_every_example(loader: Any) -> None:
 
     Args:
         loader: Loader; nothing is known of one without an index, which passes.
+        way_out: What to do about it, for messages.
 
     Raises:
         ValueError: If examples are left out or repeated.
@@ -109,7 +137,7 @@ def check_every_example(loader: Any) -> None:
     if getattr(sampler, "replacement", False):
         raise ValueError(
             f"{type(sampler).__name__} draws with replacement, but the evidence is that of every "
-            f"example once; {WAY_OUT}"
+            f"example once; {way_out}"
         )
     if hasattr(sampler, "__len__") and len(sampler) != n:
         raise ValueError(
@@ -123,28 +151,28 @@ def check_every_example(loader: Any) -> None:
     before = random_states.state_dict()
     try:
         if has_plain_batches:
-            _check_indices(sampler, n, sampler)
+            _check_indices(sampler, n, sampler, way_out)
         elif not drops_last(loader):
-            _check_indices((i for batch in batches for i in batch), n, batches)
+            _check_indices((i for batch in batches for i in batch), n, batches, way_out)
     finally:
         random_states.load_state_dict(before)
 
 
-def _check_indices(indices: Iterable[Any], n: int, owner: object) -> None:
+def _check_indices(indices: Iterable[Any], n: int, owner: object, way_out: str) -> None:
     """Raise unless these are the indices of ``n`` examples, each once."""
     seen: set[object] = set()
     for index in _plain(indices, n):
         if index in seen:
             raise ValueError(
                 f"{type(owner).__name__} yields example {index} more than once, but the evidence "
-                f"is that of every example once; {WAY_OUT}"
+                f"is that of every example once; {way_out}"
             )
         seen.add(index)
     if len(seen) != n:
         raise ValueError(
             f"{type(owner).__name__} yields {len(seen)} of {n} examples, but the evidence is that "
             "of the whole data set; wrap the examples to train on in torch.utils.data.Subset, or "
-            f"{WAY_OUT}"
+            f"{way_out}"
         )
 
 

@@ -1,5 +1,6 @@
 """``suggest``: what it finds, leaves alone, resumes and refuses."""
 
+import dataclasses
 import json
 import math
 import random
@@ -7,12 +8,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_invariance as li
 from laplace_invariance.marglik import Suggestion, Suggestions
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.guessing import guessing
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Space
 from laplace_invariance.marglik.search.pilots import Pilots
@@ -48,8 +51,9 @@ def radius():
     return trained(loader), loader
 
 
-def row(gains, earlier=None, margin=0.02, words="rotation"):
-    return Suggestion({}, words, gains, gains[0] if earlier is None else earlier, margin)
+def row(gains, earlier=None, margin=0.02, words="rotation", width=1.0, can_widen=False):
+    earlier = gains[0] if earlier is None else earlier
+    return Suggestion({"rotation": width}, words, gains, earlier, margin, can_widen)
 
 
 # What it finds.
@@ -150,8 +154,58 @@ def test_regression():
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
     found = li.suggest(net, loader, ROTATION, "regression", ranges={"rotation": 3.0}, **QUICK)
     assert math.isfinite(found.rows[0].gain)
-    assert found.chance is None
-    assert found.is_better_than_guessing
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_regressions_are_guessed_by_mean_and_noise(temperature):
+    """Guessing is a network that has the mean of the targets as its outputs, without a prior."""
+    y = torch.randn(40, 3) * torch.tensor([1.0, 2.0, 5.0]) + 7
+    loader = DataLoader(TensorDataset(torch.zeros(40, 2), y), batch_size=40)
+    settings = settings_of_evidence(loader, "regression").evidence
+    settings = dataclasses.replace(settings, temperature=temperature)
+    net = nn.Linear(2, 3)
+    with torch.no_grad():
+        net.bias.copy_(y.mean(0))
+
+    def likelihood(noise):
+        la = Laplace(net, "regression", "all", "diag", sigma_noise=noise, temperature=temperature)
+        la.fit(loader)
+        return la.log_likelihood.item() / 40
+
+    best = max(map(likelihood, torch.linspace(0.5, 5.0, 1000)))
+    assert guessing(y, settings) == pytest.approx(best, rel=1e-5)
+
+
+def test_a_regression_of_noise_needs_no_augmentation():
+    """A network below guessing gains by whatever hides its inputs."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 2), torch.randn(40, 1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    net = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 1))
+    with torch.no_grad():
+        for weights in net.parameters():
+            weights.mul_(3)
+    found = li.suggest(net, loader, ROTATION, "regression", ranges={"rotation": 1.0}, **QUICK)
+    assert any(row.is_clear for row in found.rows)
+    assert found.chance == pytest.approx(
+        torch.distributions.Normal(y.mean(), y.std(correction=0)).log_prob(y).mean().item()
+    )
+    assert found.best is None
+    assert "no better than that of guessing" in found.conclusion()
+
+
+def test_guessing_is_that_of_the_examples_of_all_repeats(radius):
+    net, loader = radius
+    asked = {"ranges": {"rotation": 1.0}, "margin": 9.0, **QUICK}
+    found = li.suggest(net, loader, ROTATION, n_examples=20, **asked)
+    chances = []
+    for repeat in range(2):
+        torch.manual_seed(repeat)
+        chosen = torch.randperm(120, generator=torch.Generator().manual_seed(repeat))[:20]
+        shares = loader.dataset.tensors[1][chosen].bincount() / 20
+        chances.append((shares * shares.log()).sum().item())
+    assert chances[0] != chances[1]
+    assert found.chance == pytest.approx(sum(chances) / 2, abs=1e-6)
 
 
 # What is clear.
@@ -169,6 +223,11 @@ def test_regression():
         ([-0.30, -0.32], -0.1, "lowers it"),
         ([-0.01, -0.01], -0.01, "not clear"),
         ([-math.inf, -0.1], -0.1, "lowers it"),
+        ([math.nan, 0.9], 0.1, "lowers it"),
+        ([math.inf, -math.inf], 0.1, "lowers it"),
+        ([0.30, 0.32], -math.inf, "not clear"),
+        ([0.30, 0.32], math.nan, "not clear"),
+        ([0.30], 0.2, "not clear"),  # one has no standard error
     ],
 )
 def test_verdicts(gains, earlier, verdict):
@@ -196,6 +255,57 @@ def test_nothing_is_clear_that_is_no_better_than_guessing():
     better = Suggestions([row([0.8, 0.8])], -3.0, -2.3, 8, 100, 2)
     assert better.best is better.rows[0]
     assert "guessing" not in better.conclusion()
+
+
+def test_the_best_is_above_guessing_by_its_own_evidence():
+    high = row([0.2, 1.8], words="high")  # not clear
+    clear = row([0.5, 0.52], words="clear")
+    found = Suggestions([high, clear], -3.0, -2.3, 8, 100, 2)
+    assert found.is_better_than_guessing
+    assert clear.is_clear
+    assert found.best is None
+    assert found.conclusion().startswith("not clear: what raises the evidence raises it no further")
+    above = row([0.9, 0.92], words="above")
+    assert Suggestions([high, above, clear], -3.0, -2.3, 8, 100, 2).best is above
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan, math.inf])
+def test_what_is_not_finite_is_never_the_best_and_hides_nothing(bad):
+    good = row([0.5, 0.51], words="good")
+    for rows in ([row([bad, 0.3]), good], [good, row([0.3, bad], earlier=bad)]):
+        found = Suggestions(rows, -1.0, -2.3, 8, 100, 2)
+        assert found.is_better_than_guessing
+        assert found.best is good
+        assert found.ties == []
+        assert "rotation" in str(found)
+        back = Suggestions.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+        assert str(back) == str(found)
+
+
+def test_suggestions_may_have_no_rows():
+    found = Suggestions([], -1.0, -2.3, 8, 100, 2)
+    assert found.is_better_than_guessing
+    assert found.best is None
+    assert str(found).endswith("no augmentation is clearly better than none")
+    assert not Suggestions([], -3.0, -2.3, 8, 100, 2).is_better_than_guessing
+
+
+def test_it_is_said_if_nothing_wider_was_tried():
+    widest = row([0.5, 0.51], width=1.5, can_widen=True)
+    narrow = row([0.3, 0.31], width=1.0, can_widen=True)
+    wider = row([0.2, 0.21], width=2.0, can_widen=True)
+    said = "nothing wider was tried"
+    assert said in Suggestions([widest, narrow], -1.0, -2.3, 8, 100, 2).conclusion()
+    assert said not in Suggestions([widest, wider], -1.0, -2.3, 8, 100, 2).conclusion()
+    limited = dataclasses.replace(widest, can_widen=False)
+    assert said not in Suggestions([limited, narrow], -1.0, -2.3, 8, 100, 2).conclusion()
+    other = dataclasses.replace(wider, ranges={"shear": 9.0})
+    assert said in Suggestions([widest, other], -1.0, -2.3, 8, 100, 2).conclusion()
+
+
+def test_rows_know_whether_they_can_be_wider(found):
+    can = {round(one.ranges["rotation"], 2): one.can_widen for one in found["radius"].rows}
+    assert can == {1.33: True, 2.0: True, 3.0: False}  # half a turn is all rotations
 
 
 def test_random_labels_need_no_augmentation():
@@ -273,7 +383,7 @@ def test_a_file_of_another_call_is_refused(radius, tmp_path):
         li.suggest(net, loader, ROTATION, resume=True, **asked | {"n_steps": 6})
     with torch.no_grad():
         net[0].weight[0] += 1
-    with pytest.raises(ValueError, match="its checksum of the weights"):
+    with pytest.raises(ValueError, match="its checksum of the model is"):
         li.suggest(net, loader, ROTATION, resume=True, **asked)
     assert path.read_bytes() == before
     path.write_text("[]")
@@ -287,7 +397,7 @@ def test_a_file_of_another_call_is_refused(radius, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"augmentation": ROTATION.frozen()}, "there is no range to search"),
+        ({"augmentation": ROTATION.frozen()}, "there is no range to try"),
         ({"ranges": {"rotation": 4.0}}, "rotation must be between 0 and 3.142, its limit, got 4"),
         ({"ranges": {"rotation": -1.0}}, "rotation must be between 0 and 3.142"),
         ({"ranges": {"rotation": math.nan}}, "rotation must be between 0 and 3.142"),

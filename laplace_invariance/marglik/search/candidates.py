@@ -157,6 +157,22 @@ class Space:
             found.append(self.candidate(changed))
         return _different(found)
 
+    def reached(self, candidate: Candidate) -> Candidate:
+        """Return a candidate, or the nearest that constraints let the model have, put into it."""
+        self.put(candidate)
+        widths = {
+            self._public(place, name): width
+            for place, module in self._owners.items()
+            for name, width in module.widths().items()
+        }
+        found = self.candidate(widths)
+        return candidate if found.is_near(candidate) else found
+
+    def can_widen(self, candidate: Candidate) -> bool:
+        """Return whether the ranges of a candidate can be wider; the model is left with others."""
+        wider, *_ = self.resized(candidate)
+        return not self.reached(wider).is_near(candidate)
+
     def grown(self, candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
         """Return candidates with one more unit open, as what helps together need not help alone.
 

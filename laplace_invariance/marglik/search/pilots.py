@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from laplace_invariance.invariant import averaging_over
@@ -18,6 +18,8 @@ from laplace_invariance.marglik.approximation import constant, learnt_hyperparam
 from laplace_invariance.marglik.batches import batches_of
 from laplace_invariance.marglik.estimators import Refit
 from laplace_invariance.marglik.estimators.base import one_random_column
+from laplace_invariance.marglik.guessing import guessing
+from laplace_invariance.marglik.loaders import rebuilt
 from laplace_invariance.marglik.loop import Trainer
 from laplace_invariance.marglik.priors import Priors
 from laplace_invariance.marglik.randomness import RandomStates
@@ -177,28 +179,35 @@ class Pilots:
         kept = {pilot for one in keep for pilot in (one, one[:-1])}
         self._states = {pilot: state for pilot, state in self._states.items() if pilot in kept}
 
+    def targets(self) -> Tensor:
+        """Return the targets of the examples that evidences are estimated from."""
+        with torch.random.fork_rng(devices=[]):
+            batches = [self._trainer.estimator.approximation.batch(data) for data in self._loader]
+        return torch.cat([targets for _, targets in batches])
+
     def chance(self) -> float:
         """Return the evidence per example of guessing by the frequencies of classes.
 
-        It is tempered as that of the network is. Of a regression it is minus infinity, as there is
-        nothing to guess by.
+        Of a regression it is minus infinity: a search compares its candidates whatever they are.
         """
         if self._trainer.settings.evidence.is_regression:
             return -math.inf
-        with torch.random.fork_rng(devices=[]):
-            labels = [self._trainer.estimator.approximation.batch(data)[1] for data in self._loader]
-        shares = torch.bincount(torch.cat(labels).flatten()).double()
-        shares = shares[shares > 0] / shares.sum()
-        temperature = self._trainer.settings.evidence.temperature
-        return (shares * shares.log()).sum().item() / temperature
+        return guessing(self.targets(), self._trainer.settings.evidence)
 
     def _state(self) -> dict[str, Any]:
-        state = {"run": self._trainer.state_dict(), "random": self._random_states.state_dict()}
+        state = {
+            "run": self._trainer.state_dict(),
+            "random": self._random_states.state_dict(),
+            "buffers": [buffer.detach() for buffer in self._model.buffers()],
+        }
         return deepcopy(state)
 
     def _put(self, state: dict[str, Any]) -> None:
         self._trainer.load_state_dict(deepcopy(state["run"]))
         self._random_states.load_state_dict(state["random"])
+        # those that are in no state_dict, too
+        for buffer, kept in zip(self._model.buffers(), state["buffers"], strict=True):
+            buffer.data.copy_(kept)
 
 
 def _endless(loader: DataLoader) -> Iterator[Any]:
@@ -213,12 +222,7 @@ def _some_of(settings: Settings, n_examples: int, seed: int) -> Iterable[Any]:
         return loader
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(settings.data.n_data, generator=generator)[:n_examples]
-    return DataLoader(
-        Subset(loader.dataset, chosen.tolist()),
-        loader.batch_size,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-    )
+    return rebuilt(loader, Subset(loader.dataset, chosen.tolist()), loader.batch_size)
 
 
 def _without_learning(settings: Settings) -> Settings:

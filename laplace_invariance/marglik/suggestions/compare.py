@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import tqdm
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_invariance.augmentations.base import Augmentation
+from laplace_invariance.augmentations.base import Augmentation, Shape
 from laplace_invariance.invariant import InvariantModel
-from laplace_invariance.marglik.estimators.base import finite
 from laplace_invariance.marglik.evidence import settings_of_evidence
+from laplace_invariance.marglik.guessing import guessing
 from laplace_invariance.marglik.randomness import RandomStates
 from laplace_invariance.marglik.search.candidates import Candidate, Space
 from laplace_invariance.marglik.search.pilots import Pilots
 from laplace_invariance.marglik.settings import Settings
+from laplace_invariance.marglik.suggestions.checks import (
+    check_candidates,
+    check_data,
+    check_optimizer,
+    inputs_of,
+)
+from laplace_invariance.marglik.suggestions.data import shuffled
 from laplace_invariance.marglik.suggestions.given import (
     Comparison,
     Ranges,
     candidates_of,
+    check_options,
     chosen_augmentation,
     copied,
     like,
-    shuffled,
     signature,
 )
 from laplace_invariance.marglik.suggestions.known import KnownEvidences
 from laplace_invariance.marglik.suggestions.results import Suggestion, Suggestions
-from laplace_invariance.marglik.targets import check_targets, targets_of
 from laplace_invariance.precision import without_autocast
 
 __all__ = ["suggest"]
@@ -82,14 +87,17 @@ def suggest(
     would not last if it went on changing is called not clear. An augmentation that helps little may
     be missed.
 
+    A candidate whose training diverges has an evidence of minus infinity, with a warning.
+
     Errors are those of batches, draws and examples. They do not contain what other weights or other
     data of the same kind would change.
 
     Args:
         model: Network with outputs ``[batch, outputs]`` that was trained on the data.
-        loader: Loader of the training data; pilots shuffle them, in batches of its size.
-        augmentation: Augmentation whose ranges are tried; None is ``AffineImage()``,
-            for images.
+        loader: Loader of the training data with every example once, in any order; pilots shuffle
+            them, in batches of its size.
+        augmentation: Augmentation whose ranges are tried, all from zero: with all of them closed it
+            must leave inputs as they are. None is ``AffineImage()``, for images.
         likelihood: Either ``"classification"`` or ``"regression"``.
         n_samples: Number of samples that outputs are averaged over.
         ranges: Widths to try, one or several, by name of a range, or by several names that are
@@ -105,41 +113,49 @@ def suggest(
         checkpoint: File of JSON that evidences are written to as they come. It must not exist
             unless ``resume``.
         resume: Whether to go on from ``checkpoint`` if it exists; evidences that it has are not
-            computed again. More repeats may be asked for.
+            computed again. The network, the data, which are gone through twice for their checksum,
+            and what evidences depend on must be those that it was written with; there may be other
+            ranges, and more or fewer repeats.
         progress_bar: Whether to show progress.
         **options: ``optimizer_cls``, ``hessian_structure``, ``backend``, ``backend_kwargs``,
-            ``prior_structure`` and ``subset_of_weights``, as for
+            ``prior_structure``, ``subset_of_weights`` and ``dict_key_x``, ``dict_key_y``, as for
             :func:`~laplace_invariance.marglik_training`.
 
     Returns:
         Gains of all candidates with their errors, best first, and what is clear.
 
     Raises:
-        TypeError: If the augmentation is not one.
+        TypeError: If the augmentation is not one, or the loader cannot be shuffled.
         ValueError: If there is nothing to try or to tell: no range to learn, a width outside of its
-            limits, targets that are all the same, a network that averages already.
+            limits, targets that are all the same, a network that averages already; or if the loader
+            leaves out or repeats examples.
         FileExistsError: If ``checkpoint`` exists and is not resumed from.
         FloatingPointError: If the evidence of the network alone is not finite.
     """
     comparison = Comparison(n_steps, n_repeats, n_examples, margin)
+    check_options(options, optimizer_kwargs)
     net = copied(model)
-    settings = settings_of_evidence(
-        shuffled(loader),
-        likelihood,
-        optimizer_kwargs=dict(optimizer_kwargs or {"lr": LR}),
-        progress_bar=progress_bar,
-        **options,
-    )
+    own = shuffled(loader)
     random_states = RandomStates(model, [loader])
     before = random_states.state_dict()
     try:
-        chosen = chosen_augmentation(augmentation, settings.data.example())
-        averaged = InvariantModel(net, chosen.to(*like(net)), n_samples)
+        settings = settings_of_evidence(
+            own,
+            likelihood,
+            optimizer_kwargs=dict(optimizer_kwargs or {"lr": LR}),
+            progress_bar=progress_bar,
+            **options,
+        )
+        inputs = inputs_of(settings)
+        chosen = chosen_augmentation(augmentation, inputs).to(*like(net))
+        averaged = InvariantModel(net, chosen, n_samples, dict_key_x=settings.data.dict_key_x)
         candidates = candidates_of(averaged, ranges)
-        check_targets(targets_of(settings.data))
-        signed = signature(averaged, settings, comparison)
+        check_data(averaged, settings)
+        check_optimizer(averaged, settings)
+        check_candidates(averaged, candidates, inputs)
+        signed = signature(averaged, settings, comparison) if checkpoint is not None else {}
         known = KnownEvidences(checkpoint, resume, signed)
-        return _Suggesting(averaged, settings, comparison, known).run(candidates)
+        return _Suggesting(averaged, settings, comparison, known, inputs.shape[1:]).run(candidates)
     finally:
         random_states.load_state_dict(before)
 
@@ -153,14 +169,16 @@ class _Suggesting:
         settings: Settings,
         comparison: Comparison,
         known: KnownEvidences,
+        shape: Shape,
     ) -> None:
         self._model = model
         self._settings = settings
         self._comparison = comparison
         self._known = known
+        self._shape = shape  # of one input
         self._space = Space(model)
         self._random_states = RandomStates(model, [settings.data.train_loader])
-        self._chance = -math.inf
+        self._chances: dict[int, float] = {}  # by repeat
 
     @without_autocast()
     def run(self, candidates: list[Candidate]) -> Suggestions:
@@ -168,7 +186,8 @@ class _Suggesting:
         found = self._result(candidates)
         if found.best is not None:
             near = self._space.resized(self._space.candidate(found.best.ranges))
-            further = [candidate for candidate in near if candidate not in candidates]
+            reached = dict.fromkeys(map(self._space.reached, near))
+            further = [one for one in reached if not any(map(one.is_near, candidates))]
             self._compare([candidates[0], *further])
             found = self._result([*candidates, *further])
         return found
@@ -185,7 +204,8 @@ class _Suggesting:
         with bar:
             for repeat in range(n_repeats):
                 with self._pilots(repeat) as pilots:
-                    self._chance = pilots.chance()
+                    evidence = self._settings.evidence
+                    self._chances[repeat] = guessing(pilots.targets(), evidence)
                     for candidate in candidates:
                         self._try(pilots, candidate, repeat)
                         gain = self._gain(candidate, repeat)[1]
@@ -196,9 +216,7 @@ class _Suggesting:
     def _pilots(self, repeat: int) -> Iterator[Pilots]:
         """Return the pilots of a repeat, with batches and draws of its own."""
         before = self._random_states.state_dict()
-        torch.manual_seed(repeat)  # all states are restored
-        np.random.seed(repeat)  # noqa: NPY002 - data sets may draw from it
-        random.seed(repeat)
+        self._random_states.seed(repeat)
         settings = self._settings
         batches = settings.data.train_loader.generator
         if batches is not None:
@@ -220,15 +238,34 @@ class _Suggesting:
     def _try(self, pilots: Pilots, candidate: Candidate, repeat: int) -> None:
         if (candidate, repeat) in self._known:
             return
-        half, whole = pilots.evidence((candidate,)), pilots.evidence((candidate, candidate))
-        pilots.forget([])
-        if not candidate.widths and not math.isfinite(whole):
+        half = whole = -math.inf
+        cause = None
+        try:
+            half = pilots.evidence((candidate,))
+            whole = pilots.evidence((candidate, candidate))
+        except (FloatingPointError, torch.linalg.LinAlgError) as error:
+            cause = error
+        finally:
+            pilots.forget([])
+        if cause is not None or not math.isfinite(half) or not math.isfinite(whole):
+            half = whole = -math.inf
+            self._diverged(candidate, cause)
+        self._known.add(candidate, repeat, half, whole)
+
+    def _diverged(self, candidate: Candidate, cause: Exception | None) -> None:
+        """Warn that the evidence of a candidate is not finite; raise if it is the network alone."""
+        reason = f" ({' '.join(str(cause).split())})" if cause is not None else ""
+        if not candidate.widths:
             raise FloatingPointError(
                 "the evidence of the network alone is not finite after "
-                f"{self._comparison.n_steps} steps; choose a smaller step size by "
+                f"{self._comparison.n_steps} steps{reason}; choose a smaller step size by "
                 "optimizer_kwargs={'lr': ...}"
-            )
-        self._known.add(candidate, repeat, half, whole)
+            ) from cause
+        warnings.warn(
+            f"training with {candidate} diverged{reason}, so that its evidence counts as minus "
+            "infinity",
+            stacklevel=7,  # that of suggest
+        )
 
     def _gain(self, candidate: Candidate, repeat: int) -> tuple[float, float]:
         """Return the gains after half of the steps and after all."""
@@ -243,7 +280,7 @@ class _Suggesting:
         return Suggestions(
             sorted(rows, key=lambda row: row.gain, reverse=True),
             evidence=statistics.fmean(self._known[nothing, repeat][1] for repeat in repeats),
-            chance=finite(self._chance),
+            chance=statistics.fmean(self._chances.values()),
             n_samples=self._model.augmentation.count(self._model.n_samples),
             n_steps=self._comparison.n_steps,
             n_repeats=self._comparison.n_repeats,
@@ -257,14 +294,13 @@ class _Suggesting:
             [after for _, after in gains],
             statistics.fmean(earlier for earlier, _ in gains),
             self._comparison.margin,
+            self._space.can_widen(candidate),
         )
 
     def _in_words(self, candidate: Candidate) -> str:
         """Return ranges with their units, each set of ranges of equal width together."""
         self._space.put(candidate)
-        inputs = self._settings.data.example()
-        shape = inputs.shape[1:] if isinstance(inputs, Tensor) else None
-        words = self._model.augmentation.ranges(shape)
+        words = self._model.augmentation.ranges(self._shape)
         named: dict[str, list[str]] = {}
         for name, width in candidate.widths:
             named.setdefault(words.get(name, f"{width:.3f}"), []).append(name)

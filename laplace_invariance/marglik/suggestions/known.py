@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from laplace_invariance.marglik.suggestions.results import number
 
 __all__ = ["KnownEvidences"]
 
-FORMAT = 1
+FORMAT = 2  # 1: with a checksum of the first targets only
 
 
 class KnownEvidences:
@@ -51,13 +52,20 @@ class KnownEvidences:
             raise ValueError(
                 f"{path} has no evidences of suggest in format {FORMAT}; nothing was changed"
             )
+        theirs, trials = content.get("signature"), content.get("trials")
+        if not isinstance(theirs, dict) or not isinstance(trials, list):
+            raise ValueError(_damaged(path, "it has no signature, or no list of trials"))
         for name, value in self._signature.items():
-            if content["signature"].get(name) != value:
+            if theirs.get(name) != value:
                 raise ValueError(
-                    f"{path} was written by another call: its {name} is "
-                    f"{content['signature'].get(name)} there and {value} here; nothing was changed"
+                    f"{path} was written by another call: its {name} is {theirs.get(name)} there "
+                    f"and {value} here; nothing was changed; name another file to start from "
+                    "scratch"
                 )
-        return content["trials"]
+        for trial in trials:
+            if not _is_trial(trial):
+                raise ValueError(_damaged(path, f"{trial} is not a trial"))
+        return trials
 
     def __contains__(self, key: tuple[Candidate, int]) -> bool:
         return key in self._evidences
@@ -79,3 +87,25 @@ class KnownEvidences:
         if self._path is not None:
             content = {"format": FORMAT, "signature": self._signature, "trials": self._trials}
             write_json(self._path, content)
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"{path} is damaged: {why}; remove it or name another file; nothing was changed"
+
+
+def _is_trial(trial: Any) -> bool:
+    """Return whether this is a trial as :meth:`KnownEvidences.add` keeps it."""
+    if not isinstance(trial, dict) or trial.keys() != {"ranges", "repeat", "earlier", "evidence"}:
+        return False
+    ranges, repeat = trial["ranges"], trial["repeat"]
+    evidences = [trial["earlier"], trial["evidence"]]
+    if not isinstance(ranges, dict) or not all(_is_finite(w) and w > 0 for w in ranges.values()):
+        return False
+    if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 0:
+        return False
+    # minus infinity, which is None, is not kept of the network alone
+    return all(_is_finite(one) or (one is None and bool(ranges)) for one in evidences)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

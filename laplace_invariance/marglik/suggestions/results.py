@@ -28,6 +28,7 @@ class Suggestion:
             for every repeat.
         earlier: Mean gain after half of the steps.
         margin: Gain that is too small to matter.
+        can_widen: Whether one of the ranges can be wider.
     """
 
     ranges: dict[str, float]
@@ -35,15 +36,18 @@ class Suggestion:
     gains: list[float]
     earlier: float
     margin: float
+    can_widen: bool = False
 
     @property
     def gain(self) -> float:
-        """Mean gain in log evidence per example."""
+        """Mean gain in log evidence per example; minus infinity if one of them is not finite."""
+        if not all(map(math.isfinite, self.gains)):
+            return -math.inf
         return statistics.fmean(self.gains)
 
     @property
     def error(self) -> float:
-        """Standard error of the gain over repeats; zero if it is minus infinity."""
+        """Standard error of the gain over repeats; zero if the gain is minus infinity."""
         return _error(self.gains)
 
     @property
@@ -57,6 +61,8 @@ class Suggestion:
             return LOWERS
         least = max(N_ERRORS * self.error, self.margin)
         further = 2 * self.gain - self.earlier
+        if not math.isfinite(further):
+            return UNCLEAR
         if min(self.gain, further) > least:
             return RAISES
         if max(self.gain, further) < -least:
@@ -70,11 +76,18 @@ class Suggestion:
 
     def is_as_good_as(self, other: Suggestion) -> bool:
         """Return whether the evidence is not clearly lower than with another augmentation."""
-        if not math.isfinite(self.gain):
+        if not math.isfinite(self.gain) or not math.isfinite(other.gain):
             return False
         differences = [b - a for a, b in zip(self.gains, other.gains, strict=True)]
         least = max(N_ERRORS * _error(differences), self.margin)
         return statistics.fmean(differences) <= least
+
+    def is_wider_than(self, other: Suggestion) -> bool:
+        """Return whether the same ranges are open, none of them narrower, and not all as wide."""
+        if self.ranges.keys() != other.ranges.keys():
+            return False
+        pairs = [(width, other.ranges[name]) for name, width in self.ranges.items()]
+        return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
     def __str__(self) -> str:
         return f"{self.words}: {self.gain:+.3f} ± {self.error:.3f} nats per example"
@@ -87,8 +100,8 @@ class Suggestions:
     Attributes:
         rows: The augmentations, those with the highest gain first.
         evidence: Log evidence per example of the network alone, trained for as many steps.
-        chance: Log evidence per example of guessing by the frequencies of classes; None for a
-            regression.
+        chance: Log evidence per example of guessing by the frequencies of classes, or the mean of
+            the targets of a regression; None in files where it is not known.
         n_samples: Number of samples that outputs were averaged over.
         n_steps: Number of steps on the weights before evidences were compared.
         n_repeats: Number of repeats with other batches and draws.
@@ -103,14 +116,13 @@ class Suggestions:
 
     @property
     def best(self) -> Suggestion | None:
-        """The augmentation with the highest evidence, if that is clearly above that of none.
+        """The augmentation with the highest evidence of those that are clearly above none.
 
-        It must be above that of guessing, too: where a network fits nothing but noise, any
-        augmentation that hides its inputs brings it nearer to guessing, and so raises the evidence.
+        It must be above guessing, too: where a network fits nothing but noise, any augmentation
+        that hides its inputs brings it nearer to guessing, and so raises the evidence.
         """
-        if not self.is_better_than_guessing:
-            return None
-        return next((row for row in self.rows if row.is_clear), None)
+        clear = [row for row in self.rows if row.is_clear and self._is_above_guessing(row.gain)]
+        return max(clear, key=lambda row: row.gain, default=None)
 
     @property
     def ties(self) -> list[Suggestion]:
@@ -123,8 +135,10 @@ class Suggestions:
     @property
     def is_better_than_guessing(self) -> bool:
         """Whether the network, alone or with an augmentation, is better than guessing."""
-        highest = self.evidence + max(0.0, *(row.gain for row in self.rows))
-        return self.chance is None or highest > self.chance
+        return any(map(self._is_above_guessing, (0.0, *(row.gain for row in self.rows))))
+
+    def _is_above_guessing(self, gain: float) -> bool:
+        return self.chance is None or self.evidence + gain > self.chance
 
     def conclusion(self) -> str:
         """Return in words what to do."""
@@ -133,11 +147,19 @@ class Suggestions:
                 "not clear: even the highest evidence is no better than that of guessing, "
                 f"{self.chance:.3f}; more data, or a network that is trained better, tell more"
             )
-        if self.best is not None:
-            lines = [str(self.best)]
+        best = self.best
+        if best is not None:
+            lines = [str(best)]
             if self.ties:
                 lines.append(f"not clearly worse: {'; '.join(row.words for row in self.ties)}")
+            if best.can_widen and not any(row.is_wider_than(best) for row in self.rows):
+                lines.append("nothing wider was tried")
             return "\n".join(lines)
+        if any(row.is_clear for row in self.rows):
+            return (
+                "not clear: what raises the evidence raises it no further than that of guessing, "
+                f"{self.chance:.3f}; more data, or a network that is trained better, tell more"
+            )
         lines = ["no augmentation is clearly better than none"]
         if any(row.verdict == UNCLEAR for row in self.rows):
             lines.append("some are not clear: more steps or more repeats may tell")
@@ -163,7 +185,7 @@ class Suggestions:
                     "gains": [finite(gain) for gain in row.gains],
                     "earlier": finite(row.earlier),
                     "gain": finite(row.gain),
-                    "error": row.error,
+                    "error": finite(row.error),
                     "verdict": row.verdict,
                 }
                 for row in self.rows
@@ -181,6 +203,7 @@ class Suggestions:
                 [number(gain) for gain in row["gains"]],
                 number(row["earlier"]),
                 row["margin"],
+                row.get("can_widen", False),  # which older files do not say
             )
             for row in values["rows"]
         ]
@@ -190,9 +213,11 @@ class Suggestions:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean."""
+    """Return the standard error of a mean; nothing is known of that of one number."""
     if not all(map(math.isfinite, values)):
         return 0.0
+    if len(values) < 2:
+        return math.inf
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
