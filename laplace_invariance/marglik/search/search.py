@@ -25,7 +25,7 @@ __all__ = ["Search", "SearchResult", "Trial"]
 
 logger = logging.getLogger(__name__)
 
-CLEARLY = 0.1  # share of the entropy of the classes that the best must have removed
+CLEARLY = 0.15  # share of the entropy of the classes that the best must have removed
 N_GROWN = 2  # candidates beside which one more unit is opened
 N_FINALISTS = 2
 N_NEAR = 3  # neighbours of a candidate, about, for the time that is left
