@@ -46,7 +46,7 @@ def page() -> str:
         ]
         if table.remark:
             parts.append(textwrap.fill(f"What does not hold here: {table.remark}", 100))
-        if found and (table.curve or table.picture):
+        if found and table.has_figure:
             parts.append(f"![{table.title}](images/papers-{name}.png)")
     return "\n\n".join(parts) + "\n"
 

@@ -62,7 +62,7 @@ from laplace_invariance.marglik import (
     marglik_training,
 )
 from laplace_invariance.marglik.estimators import Estimator
-from laplace_invariance.metrics import Ablation, LayerReport, PathReport, ablation, layer_report
+from laplace_invariance.metrics import Ablation, LayerReport, ablation, layer_report
 from laplace_invariance.tables import labelled
 
 if TYPE_CHECKING:
@@ -211,9 +211,6 @@ def _read(config: LayersConfig, directory: RunDirectory) -> LayersResult | None:
     summary, path = directory.finished(), directory.path("history.jsonl")
     if summary is None or path is None:
         return None
-    rows = []
-    for paths in summary["report"].values():
-        rows += [PathReport(**row) for row in paths.values()]
     names = ("accuracy", "log_likelihood", "evidence", "evidence_error", "seconds")
     numbers = {name: summary[name] for name in names}
     history = [json.loads(line) for line in path.read_text().splitlines()]
@@ -221,7 +218,7 @@ def _read(config: LayersConfig, directory: RunDirectory) -> LayersResult | None:
         config,
         **numbers,
         ablation=Ablation.from_dict(summary["ablation"]),
-        report=LayerReport(rows),
+        report=LayerReport.from_dict(summary["report"]),
         history=history,
         magnitudes=summary.get("magnitudes", {}),  # which earlier versions did not learn
         search=summary["search"],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from laplace_invariance import plots
 from laplace_invariance.experiments.choices import Scale
 from laplace_invariance.experiments.directory import RunDirectory
-from laplace_invariance.experiments.papers import Cell, Curve, Table
+from laplace_invariance.experiments.papers import Cell, Curve, Picture, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,35 +35,30 @@ def draw_table(
         Path of the figure; None if the table has none, or no run.
     """
     cells = [cell for cell in table.cells(scale) if cell.name in found]
+    directory = RunDirectory(place)
+    if table.curve is not None:
+        return _draw_curves(table.curve, cells, found, directory, name)
+    if table.picture is not None:
+        return _draw_pictures(table.picture, cells, found, directory, name)
+    return None
+
+
+def _draw_curves(
+    curve: Curve, cells: Sequence[Cell], found: Results, place: RunDirectory, name: str
+) -> Path | None:
+    """Draw lines, with axes for every part."""
     parts: dict[str, list[Cell]] = {}
     for cell in cells:
         parts.setdefault(cell.part, []).append(cell)
-    if not parts or (table.curve is None and table.picture is None):
-        return None
 
-    def lines(figure: Figure) -> None:
-        assert table.curve is not None
+    def draw(figure: Figure) -> None:
         axes = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
         for ax, (part, own) in zip(axes, parts.items(), strict=True):
-            _draw_lines(table.curve, own, found, ax)
+            _draw_lines(curve, own, found, ax)
             ax.set_title(part)
             ax.label_outer()
 
-    def pictures(figure: Figure) -> None:
-        rows = list(dict.fromkeys((cell.part, cell.column) for cell in cells))
-        columns = list(dict.fromkeys(cell.row for cell in cells))
-        axes = figure.subplots(len(rows), len(columns), squeeze=False)
-        for ax in axes.flat:
-            ax.set_axis_off()
-        for cell in cells:
-            ax = axes[rows.index((cell.part, cell.column)), columns.index(cell.row)]
-            _draw_picture(table, cell, found[cell.name], ax)
-
-    if table.curve is not None:
-        return RunDirectory(place).figure(name, (1 + 4 * len(parts), 3.8), lines)
-    n_rows = len({(cell.part, cell.column) for cell in cells})
-    n_columns = len({cell.row for cell in cells})
-    return RunDirectory(place).figure(name, (2.6 * n_columns, 2.8 * n_rows), pictures)
+    return place.figure(name, (1 + 4 * len(parts), 3.8), draw) if parts else None
 
 
 def _draw_lines(curve: Curve, cells: Sequence[Cell], found: Results, ax: Any) -> None:
@@ -75,8 +70,25 @@ def _draw_lines(curve: Curve, cells: Sequence[Cell], found: Results, ax: Any) ->
     plots.against(values, ax, x=curve.x, y=curve.y, log_y=curve.log_y)
 
 
-def _draw_picture(table: Table, cell: Cell, result: Mapping[str, Any], ax: Any) -> None:
-    """Draw the picture of one run."""
-    assert table.picture is not None
-    plots.predictive(table.picture(result), ax).set_axis_on()
-    ax.set_title(f"{cell.part}, {cell.column}\n{cell.row}", fontsize="small")
+def _draw_pictures(
+    picture: Picture, cells: Sequence[Cell], found: Results, place: RunDirectory, name: str
+) -> Path | None:
+    """Draw a picture of every run, those of a row of the table below each other."""
+    shown = [cell for cell in cells if not picture.rows or cell.row in picture.rows]
+    rows = list(dict.fromkeys((cell.part, cell.column) for cell in shown))
+    columns = list(dict.fromkeys(cell.row for cell in shown))
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots(len(rows), len(columns), squeeze=False)
+        for ax in axes.flat:
+            ax.set_axis_off()
+        for cell in shown:
+            ax = axes[rows.index((cell.part, cell.column)), columns.index(cell.row)]
+            ax.set_axis_on()
+            picture.draw(found[cell.name], ax)
+            column = ", ".join(filter(None, (cell.part, cell.column)))
+            ax.set_title(f"{column}\n{cell.row}", fontsize="small")
+
+    width, height = picture.size
+    size = (width * len(columns), height * len(rows))
+    return place.figure(name, size, draw) if shown else None

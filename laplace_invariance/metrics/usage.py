@@ -149,6 +149,15 @@ class LayerReport:
     def __init__(self, rows: list[PathReport]) -> None:
         self.rows = rows
 
+    @classmethod
+    def from_dict(cls, numbers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> LayerReport:
+        """Return the report of which :meth:`as_dict` gave the numbers.
+
+        Args:
+            numbers: All numbers, by place and path.
+        """
+        return cls([PathReport(**row) for paths in numbers.values() for row in paths.values()])
+
     @property
     def places(self) -> dict[str, list[PathReport]]:
         """The paths of each layer, in order."""

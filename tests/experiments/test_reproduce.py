@@ -12,6 +12,7 @@ from laplace_invariance.experiments.options import LayersConfig, LearnConfig, Re
 from laplace_invariance.experiments.papers import Cell, Measure, Table
 from laplace_invariance.experiments.papers.base import NOT_RUN, open_ranges, spread
 from laplace_invariance.experiments.table_pictures import draw_table
+from laplace_invariance.metrics import LayerReport, PathReport
 
 
 def test_there_is_a_table_of_every_name():
@@ -153,6 +154,17 @@ def test_pictures_of_all_cells_are_in_one_figure(tmp_path):
     picture = {"reach": 1.0, "probabilities": [[0.1, 0.9]], "points": {"0": [[0.0, 0.5]]}}
     found = {cell.name: {"picture": picture} for cell in table.cells("small")[:4]}
     assert_drawn(draw_table(table, "small", found, tmp_path))
+
+
+def test_pictures_of_layers_are_those_of_named_rows(tmp_path):
+    table = papers.TABLES["layers-cifar"]
+    path = PathReport("layer1", "conv", "CONV", 4, 1.0, {"weight": 1.0}, 1.0, 2.0, 0.5, 1.0, True)
+    report = LayerReport([path]).as_dict()
+    found = {cell.name: {"report": report} for cell in table.cells("small")}
+    assert_drawn(draw_table(table, "small", found, tmp_path))
+    others = {name: result for name, result in found.items() if not name.startswith("f-fc-conv")}
+    assert others
+    assert draw_table(table, "small", others, tmp_path) is None
 
 
 def test_histories_are_cut_to_their_end():

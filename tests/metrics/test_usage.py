@@ -17,6 +17,7 @@ from laplace_invariance.layers import (
     ResidualPathway,
 )
 from laplace_invariance.metrics import (
+    LayerReport,
     effective_parameters,
     layer_report,
 )
@@ -110,7 +111,9 @@ def test_layer_report_says_which_path_is_in_use():
     assert len(lines) == 3
     assert "conv (CONV)" in lines[1]
     assert lines[1].endswith("CONV")
-    assert json.loads(json.dumps(report.as_dict()))["0"]["f_fc"]["kind"] == "F-FC"
+    numbers = json.loads(json.dumps(report.as_dict()))
+    assert numbers["0"]["f_fc"]["kind"] == "F-FC"
+    assert LayerReport.from_dict(numbers).rows == report.rows
     la.prior_precision = torch.tensor([1e6 if ".conv." in name else 0.1 for name in names])
     assert layer_report(la).chosen == {"0": "F-FC"}
     la.prior_precision = 2.0

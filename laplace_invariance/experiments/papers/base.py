@@ -8,10 +8,13 @@ import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laplace_invariance.experiments.checks import Config
 from laplace_invariance.experiments.choices import Scale
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "NOT_RUN",
@@ -19,6 +22,7 @@ __all__ = [
     "Curve",
     "Found",
     "Measure",
+    "Picture",
     "Table",
     "open_ranges",
     "spread",
@@ -97,6 +101,21 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A figure of a table with a picture of every run: columns are rows of the table.
+
+    Attributes:
+        draw: Takes what was found in a run, and axes to draw on.
+        size: Width and height of a picture in inches.
+        rows: Rows of the table that have pictures; all of them, if none is named.
+    """
+
+    draw: Callable[[Found, Axes], object]
+    size: tuple[float, float]
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Table:
     """A table of a paper.
 
@@ -109,8 +128,7 @@ class Table:
         corner: What rows are.
         curve: Figure, if columns are numbers.
         remark: What does not hold here of what the paper says, and what was tried.
-        picture: Takes what was found in a run, and returns a picture of the plane, as
-            ``plots.predictive`` draws it, if runs have one; the figure has those of all cells.
+        picture: Figure, if runs have pictures.
     """
 
     title: str
@@ -121,7 +139,7 @@ class Table:
     corner: str = "method"
     remark: str = ""
     curve: Curve | None = None
-    picture: Callable[[Found], Mapping[str, Any]] | None = None
+    picture: Picture | None = None
 
     def markdown(self, scale: Scale, found: Mapping[str, Found]) -> str:
         """Return all tables in Markdown; what has not been run says so.
@@ -142,6 +160,11 @@ class Table:
                 texts.append(f"{heading}\n\n{self._part(own, measure, found)}")
         texts.append(_summary(cells, found))
         return "\n\n".join(texts)
+
+    @property
+    def has_figure(self) -> bool:
+        """Whether runs have a figure."""
+        return self.curve is not None or self.picture is not None
 
     def _part(self, cells: Sequence[Cell], measure: Measure, found: Mapping[str, Found]) -> str:
         columns = list(dict.fromkeys(cell.column for cell in cells))

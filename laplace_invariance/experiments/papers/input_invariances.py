@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from laplace_invariance import plots
 from laplace_invariance.experiments.choices import (
     Curvature,
     NetworkName,
@@ -22,6 +23,7 @@ from laplace_invariance.experiments.papers.base import (
     Curve,
     Found,
     Measure,
+    Picture,
     Table,
     open_ranges,
     spread,
@@ -311,7 +313,7 @@ INPUT_TABLES = {
             ),
         ),
         corner="rotations",
-        picture=lambda result: result["picture"],
+        picture=Picture(lambda run, ax: plots.predictive(run["picture"], ax), (2.6, 2.8)),
     ),
     "input-sizes": Table(
         "Training sets of several sizes, fully rotated",

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from laplace_invariance import plots
 from laplace_invariance.experiments import choices
 from laplace_invariance.experiments.choices import Scale
 from laplace_invariance.experiments.options import LayersConfig
-from laplace_invariance.experiments.papers.base import Cell, Found, Measure, Table, spread
+from laplace_invariance.experiments.papers.base import (
+    Cell,
+    Found,
+    Measure,
+    Picture,
+    Table,
+    spread,
+)
+from laplace_invariance.metrics import LayerReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["LAYER_TABLES"]
 
@@ -33,6 +45,7 @@ ON_MANY: dict[str, Any] = {
     "n_epochs_burnin": 2,
     "marglik_frequency": 2,
 }
+LAYERS_SIZE = (4.6, 2.4)
 METHODS: dict[str, choices.LayersMethod] = {"evidence": "evidence", "MAP": "map"}
 
 
@@ -66,6 +79,15 @@ def _shares(results: Sequence[Found]) -> str:
         f"{kind} {statistics.fmean(own):.0f} ({min(own):.0f}-{max(own):.0f})"
         for kind, own in shares.items()
     )
+
+
+def _layers(result: Found, ax: Axes) -> None:
+    """Draw shares of paths over layers, without what is long: layers have their numbers."""
+    report = LayerReport.from_dict(result["report"])
+    plots.layer_shares(report, ax).set_ylabel("share of the layer (%)")
+    names = [place.removeprefix("layer") for place in report.places]
+    ax.set_xticks(range(len(names)), names)
+    ax.set_xlabel("layer")
 
 
 ACCURACY = Measure("test accuracy in %", _accuracy)
@@ -191,6 +213,7 @@ LAYER_TABLES = {
         _quadrants,
         (ACCURACY, EVIDENCE, CHOSEN),
         corner="network",
+        picture=Picture(_layers, LAYERS_SIZE, ("f_fc+conv, closed start", "f_fc+conv, open start")),
     ),
     "layers-cifar": Table(
         "CIFAR-10: layers that choose",
@@ -200,6 +223,7 @@ LAYER_TABLES = {
         _cifar,
         (ACCURACY, LOG_LIKELIHOOD, EVIDENCE, CHOSEN),
         corner="network",
+        picture=Picture(_layers, LAYERS_SIZE, ("f_fc+conv", "s_fc+s_conv")),
     ),
     "layers-groups": Table(
         "Group convolutions beside convolutions and fully connected paths",
@@ -208,6 +232,7 @@ LAYER_TABLES = {
         _groups,
         (ACCURACY, LOG_LIKELIHOOD, EVIDENCE, SHARES, CHOSEN),
         corner="network",
+        picture=Picture(_layers, LAYERS_SIZE, ("f_fc+conv+gconv", "f_fc+conv+gconv, MAP")),
     ),
     "layers-kernels": Table(
         "Kernels of group convolutions",
