@@ -61,7 +61,7 @@ ESTIMATES: dict[type[Estimator], str] = {
     Running: "log evidence (running estimate)",
     KernelBound: "lower bound of the log evidence",
 }
-N_SHOWN = 500  # test images for the accuracy in the progress bar and the history
+N_SHOWN = 200  # test images for the accuracy in the progress bar and the history
 
 
 # Randomness, progress and data.

@@ -69,6 +69,7 @@ TableName = Literal[
     "shallow",
     "shallow-affine",
     "codes",
+    "pairs",
     "genuine",
     "both",
     "plane",

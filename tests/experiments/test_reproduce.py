@@ -245,6 +245,16 @@ def rich_layers(result):
         assert decoder < error("selu", depth, "encoder alone")
 
 
+def hidden(result):
+    found = {}
+    for column in ("one rich layer", "four SELU"):
+        (network,) = of(result, "shifts", column)["networks"].values()
+        found[column] = network["history"][-1]
+        assert found[column]["different"] > 0.1
+    assert found["one rich layer"]["same"] < 0.01 * found["one rich layer"]["different"]
+    assert found["one rich layer"]["same"] < found["four SELU"]["same"]
+
+
 def losses(result):
     rows = ("outputs, learnt ranges", "losses, learnt ranges", "nothing")
     outputs, of_losses, nothing = (of(result, row, "fully rotated") for row in rows)
@@ -280,6 +290,7 @@ CLAIMS = {
     "shallow": shallow,
     "shallow-affine": affine,
     "codes": rich_layers,
+    "pairs": hidden,
     "input-losses": losses,
     "plane": extrapolation,
     "genuine": penalties,

@@ -58,6 +58,38 @@ def _codes(scale: Scale) -> list[Cell]:
     ]
 
 
+def _pairs(scale: Scale) -> list[Cell]:
+    options: dict[str, Any] = {
+        "small": {"n_features": 6, "n_train": 20_000, "n_test": 1000, "n_epochs": 20},
+        "large": {},
+        "paper": {"n_features": 20, "n_train": 600_000, "n_epochs": 200},
+    }[scale]
+    tasks: dict[str, choices.PairsTask] = {
+        "shifts of both halves": "two-part",
+        "shifts": "shift",
+        "hidden cycles": "permutation",
+        "shifts and factors": "scaled-shift",
+    }
+    networks = {"one rich layer": "rich-1", "two rich": "rich-2", "four SELU": "selu-4"}
+    if scale == "small":
+        tasks = {"shifts": "shift"}
+    return [
+        Cell("", row, column, PairsConfig(task=task, networks=(network,), **options))
+        for column, network in networks.items()
+        for row, task in tasks.items()
+    ]
+
+
+def _difference(name: str, title: str) -> Measure:
+    """Return a test error in the last epoch as what is shown."""
+    return Measure(
+        title,
+        lambda results: spread(
+            [_network(result)["history"][-1][name] for result in results], "{:.1e}"
+        ),
+    )
+
+
 def _error(place: int) -> Measure:
     """Return the change of outputs under the group, on test images (0) or others (1)."""
     titles = ("change of probabilities on test images", "change of probabilities on other images")
@@ -153,6 +185,19 @@ OTHER_TABLES = {
         ),
         corner="layers",
         curve=Curve("depth", "mean squared error", _pair_error, log_y=True),
+    ),
+    "pairs": Table(
+        "Codes of transformations that are known from pairs alone",
+        "Zhang and Arodz (2021), Learning Invariance in Deep Neural Networks",
+        "From distances of pairs an autoencoder learns a code that the hidden transformation does "
+        "not change and that tells other vectors apart; layers with products learn it best.",
+        _pairs,
+        (
+            _difference("same", "squared difference of codes, same vector, transformed"),
+            _difference("different", "squared difference of codes, different vectors"),
+            _difference("reconstruction", "squared error of the reconstruction"),
+        ),
+        corner="hidden",
     ),
     "genuine": Table(
         "Is a network invariant, or only on images like those it was trained on?",
