@@ -131,14 +131,19 @@ class Compose(Augmentation):
         raise ValueError(f"no part has a range {name!r}; there are {', '.join(self.names)}")
 
     def open_(self, widths: Mapping[str, float]) -> None:
-        """Set learnt ranges of all parts, in place, and those that are not named to zero."""
+        """Set learnt ranges of all parts, in place, and those that are not named to zero.
+
+        Parts that are frozen stay as they are.
+        """
         names = self._public_names()
         known = {name for public in names for name in public.values()}
         for name in widths:
             if name not in known:
                 raise ValueError(f"no part has a range {name!r}; there are {', '.join(self.names)}")
         for part, public in zip(self.parts, names, strict=True):
-            part.open_({own: widths[name] for own, name in public.items() if name in widths})
+            own_widths = {own: widths[name] for own, name in public.items() if name in widths}
+            if own_widths or part.widths():
+                part.open_(own_widths)
 
     def _public_names(self) -> list[dict[str, str]]:
         """Return the names here of every part's ranges, by the part's own names."""

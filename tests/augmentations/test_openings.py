@@ -85,6 +85,14 @@ def test_what_is_not_learnt_stays():
     assert augmentation.frozen().openings() == {}
 
 
+def test_parts_that_are_frozen_stay():
+    fixed, learnt = AffineImage(init={"shear": 0.3}).frozen(), AffineImage(learn="rotation")
+    both = Compose(fixed, learnt)
+    both.open_({"1.rotation": 0.5})
+    assert fixed.magnitudes()["shear"] == pytest.approx(0.3)
+    assert learnt.magnitudes()["rotation"] == pytest.approx(0.5)
+
+
 def test_sets_of_elements_are_groups():
     found = set(FiniteGroup("all").openings())
     assert ("quarter_turn", "half_turn", "three_quarter_turn") in found
