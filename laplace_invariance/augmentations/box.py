@@ -260,7 +260,7 @@ class BoxAugmentation(Augmentation):
             units.setdefault(kind, []).append(i)
         found: Openings = {}
         for indices in units.values():
-            limit = self.limits[indices].min().item()
+            limit = min(self.largest(self.names[i]) for i in indices)
             widths: tuple[float, ...] = WIDTHS
             if math.isfinite(limit):
                 widths = tuple(share * limit for share in SHARES)
@@ -268,8 +268,11 @@ class BoxAugmentation(Augmentation):
         return found
 
     def largest(self, name: str) -> float:
-        """Return the limit of a range."""
-        return self.limits[self._indices(name)[0]].item()
+        """Return the limit of a range; with ``"tanh"`` a width below its bound, with a gradient."""
+        (i,) = self._indices(name)
+        if self.constraint == "tanh":
+            return 0.95 * self._bounds()[i].item()
+        return self.limits[i].item()
 
     @torch.no_grad()
     def open_(self, widths: Mapping[str, float]) -> None:
@@ -290,7 +293,7 @@ class BoxAugmentation(Augmentation):
                 f"{self.names[i]} must be between 0 and {limit:.4g}, its limit, got {width}"
             )
         if self.constraint == "tanh":  # which comes to its bound at infinity
-            width = min(width, 0.95 * self._bounds()[i].item())
+            width = min(width, 0.9999 * self._bounds()[i].item())
         return width
 
     def widths(self) -> dict[str, float]:

@@ -78,6 +78,16 @@ def test_ranges_of_all_axes_open_together():
     assert rotations in AffinePoints(3).openings()
 
 
+def test_a_constraint_is_a_limit():
+    bounded = AffineImage(constraint="tanh")
+    assert bounded.largest("shear") == pytest.approx(0.95)
+    assert bounded.largest("rotation") == pytest.approx(0.95 * math.pi)
+    near = {"shear": 0.98, "rotation": 3.1}  # nearer than a search starts, as when learnt
+    bounded.open_(near)
+    found = bounded.magnitudes()
+    assert {name: found[name] for name in near} == pytest.approx(near, rel=1e-4)
+
+
 def test_what_is_not_learnt_stays():
     augmentation = AffineImage(init={"rotation": 0.7}, learn="x_scale")
     augmentation.open_({"x_scale": 0.4})
