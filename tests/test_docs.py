@@ -168,7 +168,8 @@ SHORT = {
 
 
 def test_pages_with_commands_are_found():
-    assert {"command-line.md", "own-images.md", "other-methods.md"} <= {p.name for p in WITH_COMMANDS}
+    found = {page.name for page in WITH_COMMANDS}
+    assert {"command-line.md", "own-images.md", "other-methods.md"} <= found
 
 
 def options_of(verb, capsys):

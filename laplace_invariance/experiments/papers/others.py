@@ -17,7 +17,7 @@ from laplace_invariance.experiments.papers.base import (
     open_ranges,
     spread,
 )
-from laplace_invariance.experiments.papers.layers import ACCURACY, CHOSEN, EVIDENCE
+from laplace_invariance.experiments.papers.layers import ACCURACY, CHOSEN, EVIDENCE, ON_MANY
 
 __all__ = ["OTHER_TABLES"]
 
@@ -129,13 +129,19 @@ def _genuine(scale: Scale) -> list[Cell]:
 
 def _both(scale: Scale) -> list[Cell]:
     sizes: dict[Scale, dict[str, Any]] = {
-        "small": {"data": "digits", "n_train": 600, "n_epochs": 20, "batch_size": 25, "width": 2},
-        "large": {"data": "fashion-mnist", "n_train": 2000, "n_epochs": 40, "width": 2},
+        "small": {
+            "data": "digits",
+            "n_train": 600,
+            "n_epochs": 20,
+            "n_epochs_burnin": 10,
+            "width": 2,
+        },
+        "large": {"data": "fashion-mnist", "n_train": 2000, "n_epochs": 40, "width": 2, **ON_MANY},
         "paper": {"data": "fashion-mnist", "width": 10, "n_epochs": 1000, "n_samples": 20},
     }
     options = sizes[scale]
     if scale != "paper":
-        options |= {"n_samples": 4, "batch_size": 50, "n_epochs_burnin": options["n_epochs"] // 2}
+        options |= {"n_samples": 4, "batch_size": 50}
     free = "conv+gconv" if scale == "small" else "f_fc+conv+gconv"
     rows: dict[str, dict[str, Any]] = {
         "both": {"kind": free, "ranges": "rotation"},
