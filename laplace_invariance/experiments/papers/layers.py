@@ -143,7 +143,7 @@ def _cifar(scale: Scale) -> list[Cell]:
 def _groups(scale: Scale) -> list[Cell]:
     options: dict[str, Any] = {
         "small": {"width": 1, "n_epochs": 60, "marglik_frequency": 15},
-        "large": {"n_train": 5000, "width": 4, "n_epochs": 60, **ON_MANY},
+        "large": {"n_train": 10_000, "width": 2, "n_epochs": 50, **ON_MANY},
         "paper": {"width": 2, "n_epochs": 1000, **ON_MANY},
     }[scale]
     mixed = "f_fc+conv+gconv"
