@@ -49,8 +49,15 @@ def _codes(scale: Scale) -> list[Cell]:
     }
     depths = (1, 2) if scale == "small" else (1, 2, 5, 10, 20)
     layers = ("rich", "selu") if scale == "small" else get_args(choices.PairsLayer)
+    # Of deep networks. Twenty SELU layers diverge with their default, 1e-2.
+    slower: dict[str, Any] = {"lr": 1e-3}
+
+    def config(layer: str, depth: int, how: dict[str, Any]) -> PairsConfig:
+        rate = slower if depth >= 10 else {}
+        return PairsConfig(networks=(f"{layer}-{depth}",), **how, **options, **rate)
+
     return [
-        Cell(part, layer, str(depth), PairsConfig(networks=(f"{layer}-{depth}",), **how, **options))
+        Cell(part, layer, str(depth), config(layer, depth, how))
         for part, how in parts.items()
         for depth in depths
         for layer in layers
